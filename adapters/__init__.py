@@ -1,1 +1,1 @@
-"""Connects kvledger to vLLM, other connectors and the command line. It may import everything."""
+"""Connects kvledger to vLLM, other connectors and the command line. This package may import everything."""

@@ -26,7 +26,7 @@ def child_environment(modules: Iterable[str]) -> dict[str, str]:
     """Return the environment of a `python -P` that can import what this process can, less the working directory.
 
     The working directory keeps its place if PYTHONPATH names it. If this process imported kvledger or one of `modules`
-    from there, it goes last and hides no other module.
+    from that directory, the directory goes last and hides no other module.
 
     Args:
         modules: the full names of the imported modules that the child needs besides kvledger.

@@ -25,12 +25,12 @@ _RECORDER = "kvledger.adapters.recorded.extension:Recorder"
 
 
 def composed_core(handlers: Iterable[str] = (), extensions: Iterable[str] = ()) -> Core:
-    """Return the standard core with these extensions, and with these handlers in the places of their states.
+    """Return the standard core with these extensions, and with these handlers in place of those of the same states.
 
-    Both are named as "module:Class".
+    Handlers and extensions are named as "module:Class".
 
     Raises:
-        ConfigurationError: a name cannot be imported or is not of this kind, or parts do not fit together.
+        ConfigurationError: a name cannot be imported or is no handler or extension, or parts do not fit together.
     """
     replacing = [_made("handlers", name, StateHandler) for name in handlers]
     try:
@@ -59,7 +59,7 @@ def available_extensions() -> Iterator[Extension]:
 
 
 def _made(what: str, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 -- of the kind
-    """An instance of the named class. Nothing is called but a class of this kind."""
+    """Return an instance of the named class. Only a class of this kind is called."""
     module_name, _, class_name = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

@@ -1,10 +1,10 @@
-"""Sums over the events of a log, for metrics and reports. No decision uses them, so they are not in the core.
+"""Counters over the events of a log, for metrics and reports. No decision uses them, so they are not in the core.
 
 The connector counts while it serves requests (`Totals`), the tools while they read a log (`tools/logs/totals.py`). Each
 finds the request, the answer and the copy of an event; what the event adds is defined here.
 
 Recomputed: computed before a preemption and again after it. Recovered: loaded from the host pool after a preemption.
-Retained: still in vLLM's own prefix cache then.
+Retained: still in vLLM's own prefix cache after a preemption.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def _sum(figure: int, more: int) -> int:
 NOT_OFFERED: Final = "not_offered"
 """Tokens in the pool that were not offered: another load was in flight, or vLLM's own prefix ended within a block."""
 NOT_LOADED: Final = "not_loaded"
-"""Tokens that were offered and not claimed; of recomputed ones also those whose load failed."""
+"""Tokens that were offered and not claimed; of recomputed tokens, also those whose load failed."""
 NO_LOOKUP: Final = "no_lookup"
 """Tokens that were computed again after an allocation without a lookup."""
 MISS_REASONS: Final = (*(reason.value for reason in e.MissReason), NOT_OFFERED, NOT_LOADED)
 RECOMPUTE_REASONS: Final = (*MISS_REASONS, NO_LOOKUP)
 """Why tokens are computed, as far as the answer shows. `adapters/tools/reasons` finds more in a log."""
 _ENDS_OF_HITS: Final = frozenset({e.MissReason.COMPLETE, e.MissReason.MISSING, e.MissReason.SAVING})
-"""Why a hit ends, not why less of it was offered."""
+"""Reasons why a hit ends, not why less than the hit was offered."""
 
 _MS: Final = 1_000_000
 DURATION_BOUNDS_NS: Final = tuple(
@@ -92,7 +92,7 @@ _ByBucket = Annotated[
 
 
 class Durations(msgspec.Struct, forbid_unknown_fields=True):
-    """A histogram of durations: count and sum per bucket. The sums make the means exact."""
+    """A histogram of durations: their number and sum per bucket. The sums make mean durations exact."""
 
     counts: _ByBucket[Count] = []
     sums_ns: _ByBucket[Int64] = []
@@ -104,31 +104,31 @@ class Durations(msgspec.Struct, forbid_unknown_fields=True):
         self.sums_ns = self.sums_ns or [0] * num_buckets
 
     def add(self, duration_ns: int) -> None:
-        """Count one."""
+        """Count one duration."""
         bucket = bisect_left(DURATION_BOUNDS_NS, duration_ns)
         self.counts[bucket] += 1
         self.sums_ns[bucket] = _sum(self.sums_ns[bucket], duration_ns)
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """The sums, and what will be added to them."""
+    """The figures, and what will be added to them."""
 
     figures: Figures = msgspec.field(default_factory=Figures)
     loading: dict[JobId, NumTokens] = {}
     """Job id of a load in flight → its tokens."""
     returning: dict[LifeOrdinal, tuple[NumTokens, SumOfTokens]] = {}
-    """Ordinal of a preempted life that was looked up again → tokens retained and recovered, until a step runs it."""
+    """Ordinal of a preempted life that was looked up again → (tokens retained, tokens recovered), until it runs."""
     preempted_ns: dict[LifeOrdinal, TimeNs] = {}
     """Ordinal of a preempted life → time of its first preemption since it last ran."""
     load_times: Durations = msgspec.field(default_factory=Durations)
-    """Times of copies as the workers measured them; the slowest rank's."""
+    """Times of copies, as the slowest rank measured them."""
     save_times: Durations = msgspec.field(default_factory=Durations)
     recovery_times: Durations = msgspec.field(default_factory=Durations)
     """Times from a preemption until a step schedules the request again."""
     num_events_of: dict[str, Count] = {}
     """Extension → its part of `figures.num_extension_events`."""
     num_tokens_missed_by: dict[str, Count] = {}
-    """One of `MISS_REASONS` → tokens of admissions computed for it; together the queried ones less the hits."""
+    """Miss reason → tokens of admissions that are computed for this reason; in all, queried tokens less hits."""
     num_tokens_recomputed_by: dict[str, Count] = {}
     """One of `RECOMPUTE_REASONS` → its part of `figures.num_tokens_recomputed`."""
 
@@ -142,7 +142,7 @@ def encoded(state: State) -> bytes:
 
 
 def decoded(stored: bytes) -> State | None:
-    """Return the totals from bytes; None if they are empty or this code cannot use them."""
+    """Return the totals from bytes; None if `stored` is empty or this code cannot use it."""
     try:
         stored_format, state = _decode(stored)
     except Undecodable:
@@ -176,7 +176,7 @@ class About(msgspec.Struct, frozen=True, gc=False):
     """What figures need of an event's context. Made for each event that the connector counts."""
 
     request: Request | None = None
-    """The request of an observation, as it was before it, or the one that a decision names."""
+    """The request of an observation, as it was before the event, or the request that a decision names."""
     answer: e.LookupAnswered | None = None
     """Of `BlocksAllocated`: the answer that the allocation claims."""
     copy: Copy | None = None
@@ -187,7 +187,7 @@ class Took(NamedTuple):
     """A duration that was added."""
 
     of: str
-    """Field of the state that it was added to."""
+    """Field of the state that the duration was added to."""
     duration_ns: int
 
 
@@ -242,7 +242,7 @@ def _answered(state: State, event: e.LookupAnswered, _about: About) -> None:
 
 def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
     answer = about.answer
-    if answer is not None:  # without one it is the second phase of an asynchronous load, or a session's next turn
+    if answer is not None:  # without one: the second phase of an asynchronous load, or a session's next turn
         state.figures.num_admissions += 1
         num_hit = max(0, min(event.num_external_tokens, answer.num_external_tokens))
         state.figures.num_tokens_queried += max(0, answer.num_tokens - answer.num_computed_tokens)
@@ -251,7 +251,7 @@ def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
 
 
 def _add_reasons(num_tokens_by: dict[str, int], answer: e.LookupAnswered | None, first: int, end: int) -> None:
-    """Count the tokens from `first` to `end` by why `answer` left them to compute."""
+    """Count the tokens from `first` to `end` by the reason why `answer` left them to compute."""
     if first >= end:
         return
     if answer is None:
@@ -381,11 +381,11 @@ ADDS: Mapping[type[e.Event], Add] = {
 
 
 class Totals:
-    """Counts each event right before `projections` fold it, with the request and the copy as they are until then.
+    """Counts each event right before `projections` fold it, with the request and the copy as they are before.
 
     A refused observation is not counted, and events that change no figure cost no call. `state` has the totals so far;
-    they include every earlier event if `is_complete`. If counting raises, it stops and calls `on_failed` once. Without
-    `on_failed` the error is raised into the fold.
+    the totals include every earlier event if `is_complete`. If counting raises, it stops and calls `on_failed` once.
+    Without `on_failed` the error is raised into the fold.
     """
 
     def __init__(
@@ -411,7 +411,7 @@ class Totals:
 
     @classmethod
     def continued(cls, projections: Projections, stored: bytes) -> Totals:
-        """Return totals that continue from `stored`; incomplete if that is empty or this code cannot use it."""
+        """Return totals that continue from `stored`; incomplete if `stored` is empty or this code cannot use it."""
         state = decoded(stored)
         return cls(projections, state, is_complete=state is not None)
 

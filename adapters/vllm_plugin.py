@@ -1,7 +1,7 @@
 """Makes the names of kvledger's connectors known in each process of vLLM, so that no module path is needed.
 
-It must not import the connectors, nor anything of the extra `connector`: vLLM loads it with every model, whether or not
-a connector of kvledger is used. An entry point (`vllm.general_plugins`) names `register`.
+This module must not import the connectors, nor anything of the extra `connector`: vLLM loads the plugin with every
+model, whether or not a connector of kvledger is used. An entry point (`vllm.general_plugins`) names `register`.
 """
 
 from __future__ import annotations

@@ -297,7 +297,8 @@ class StepScheduled(Event, frozen=True, tag=9):
     num_scheduled_tokens: NumTokens
     """Tokens of all requests in the step."""
     advanced: tuple[tuple[Ordinal, NumTokens, NumTokens, NumTokens], ...]
-    """(ordinal, computed tokens before the step, scheduled tokens, known tokens) of requests that do something else."""
+    """(ordinal, computed tokens before the step, scheduled tokens, known tokens) of every request in the step, except
+    steady requests that decode one token."""
     paused: tuple[Ordinal, ...]
     """Ordinals of steady requests that are not in the step."""
     extended: tuple[tuple[Ordinal, tuple[BlockId, ...]], ...]
@@ -745,15 +746,16 @@ class ExtensionStopped(Event, frozen=True, tag=38):
     where: str
     """The code that raised: a method of a handler, a projection, or `keeps`."""
     error: str
-    """Class of the error and the line that raised it; never the message, which may quote anything."""
+    """Class of the error and the line of the extension that raised it. If a decision was refused, also why; no other
+    message, because it may quote anything."""
     cause: Sequence
 
 
 @observation("extension.noted")
 class ExtensionNoted(Event, frozen=True, tag=41):
-    """An extension's own observation about the engine or several requests. Nothing is decided on it.
+    """An extension's own observation about the engine or several requests. No decision depends on it.
 
-    `payload`: the fields of its event `name`, as msgpack.
+    `payload`: the fields of the extension's event `name`, as msgpack.
     """
 
     extension: str

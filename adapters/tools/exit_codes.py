@@ -44,7 +44,7 @@ OF_EVERY_COMMAND: Mapping[ExitCode, str] = MappingProxyType(
         ExitCode.BROKEN_PIPE: "the program that read the output has ended",
     }
 )
-"""Exit code → meaning, for codes of every command. Each command lists its others itself."""
+"""Exit code → meaning, for codes of every command. Each command lists its other codes itself."""
 
 
 VERDICTS: Mapping[ExitCode, str] = MappingProxyType(
@@ -52,7 +52,8 @@ VERDICTS: Mapping[ExitCode, str] = MappingProxyType(
         ExitCode.DAMAGED: "damaged or unreadable",
         ExitCode.RULE_BROKEN: "a rule is broken",
         ExitCode.DIVERGED: "today's code decides differently from the log, or cannot fold it",
-        ExitCode.NOT_VERIFIED: "not verified, or only in part: a process was killed twice, or --lenient skipped events",
+        ExitCode.NOT_VERIFIED: "not verified, or only in part: the process that verified a log was killed, and again "
+        "at the second try, or --lenient skipped events",
         ExitCode.NOTHING_CHECKED: "nothing could be checked: the log has no event, no beginning, or only a worker's "
         "calls",
         ExitCode.END_MISSING: "sound, but events are known to be missing at the end",

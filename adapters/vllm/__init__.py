@@ -2,7 +2,7 @@
 
 Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerConnector"`. If vLLM does not load kvledger's plugin,
 add `"kv_connector_module_path": "kvledger.adapters.vllm"`. `versions.py` has what differs between vLLM versions. The
-class is imported on first use, so that its settings can be checked without it.
+class is imported on first use, so that settings can be checked without the class.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The figures of a single request, for a client that asks for them with `kv_transfer_params`.
 
 A client sends `"kv_transfer_params": {"kvledger_figures": true}` and finds them in the response, in
-`kv_transfer_params["kvledger"]`. `kvledger.adapters.figures` defines what an event adds; here it is summed for one
-request. No snapshot has these sums, because a request does not outlive its engine.
+`kv_transfer_params["kvledger"]`. `kvledger.adapters.figures` defines what an event adds; this module adds it up for one
+request. No snapshot has these figures, because a request does not outlive its engine.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def _asks(kv_transfer_params: Any) -> bool:
 
 @attrs.define
 class _Asked:
-    """The sums of one life of a request so far."""
+    """The figures of one life of a request so far."""
 
     ordinal: int
     since_ns: int
-    """Nanoseconds: `spent` has the time until then."""
+    """Time in nanoseconds up to which `spent` counts."""
     state: State = attrs.field(factory=State)
     spent: Spent = attrs.field(factory=Spent)
     num_cached_tokens: int | None = None
-    """None until it is admitted."""
+    """None until the request is admitted."""
 
 
 class AskedFigures:
-    """Counts for requests that ask, and follows the log from the first of them on.
+    """Counts for requests that ask for figures. Follows the log from the first such request on.
 
     If counting raises, `messages` gets an error, and no request gets figures any more.
     """
@@ -53,13 +53,13 @@ class AskedFigures:
         self._projections = projections
         self._messages = messages
         self._asked: dict[str, _Asked] = {}
-        """Request id in the log → its sums."""
+        """Request id in the log → the request's figures."""
         self._now_ns = 0
         self._follows = False
         self._is_off = False
 
     def arrived(self, event: e.RequestArrived, kv_transfer_params: Any) -> None:
-        """Count for the life that begins with this event, if it asks."""
+        """Count for the life that begins with this event, if the request asks for figures."""
         self._asked.pop(event.request_id, None)
         if self._is_off or not _asks(kv_transfer_params):
             return

@@ -1,6 +1,6 @@
-"""A worker's copies: begun in one step, reported in that one or later, ordered before a forward if they must be.
+"""A worker's copies: begun in one step, reported in that step or later, ordered before a forward if necessary.
 
-It knows jobs, blocks and slots, not requests.
+This module knows jobs, blocks and slots, not requests.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvledger.lifecycle import CopyMoments, Moment, described, raise_if_unstoppa
 from kvledger.storage.kv import PendingCopy
 
 IDLE_WAIT_S = 0.001
-"""Seconds; longer than a copy's calls, shorter than the first token of a request that arrives meanwhile."""
+"""Seconds; longer than a copy's calls, shorter than the time to a new request's first token."""
 MAX_REMEMBERED = 4096
-"""Reports kept for repetition, which is asked for within a few steps."""
+"""Reports kept for repetition; workers are asked to repeat a report within a few steps."""
 
 
 class AsyncCopies:
     """The pending copies of one rank, and the latest reports.
 
-    With `waits` it waits for copies that must come first, instead of relying on the device's order. `clock` gives the
-    moments at which copies begin and end.
+    With `waits` the CPU waits for copies that must come first, instead of relying on the device's order. `clock` gives
+    the moments at which copies begin and end.
     """
 
     def __init__(self, rank: int, clock: StepClock | None = None, *, waits: bool = False) -> None:
@@ -35,13 +35,13 @@ class AsyncCopies:
         self._clock = StepClock() if clock is None else clock
         self._waits = waits
         self._pending: dict[tuple[int, ...], PendingCopy] = {}
-        """Jobs of the copy → copy."""
+        """Job ids of a pending copy → the copy."""
         self._copy_of: dict[int, tuple[int, ...]] = {}
         """Job id → all jobs of the same copy."""
         self._began: dict[tuple[int, ...], Moment] = {}
-        """Jobs of a pending copy → when it began."""
+        """Job ids of a pending copy → when it began."""
         self._preceded: dict[tuple[int, ...], Moment] = {}
-        """Jobs of a pending copy → the moment from which everything given to the device comes after it."""
+        """Job ids of a pending copy → the moment since which everything given to the device comes after the copy."""
         self._reported: OrderedDict[int, JobReport] = OrderedDict()
 
     def start(self, job_ids: tuple[int, ...], begin: Callable[[], PendingCopy]) -> None:
@@ -106,7 +106,7 @@ class AsyncCopies:
 
         An engine with nothing to compute runs steps in a loop, and each torch call of a copying thread then waits for
         the interpreter lock, up to 5 ms (`sys.getswitchinterval`). A load of 124 MiB took 14 to 78 ms and 45 to 268
-        steps; with this 14 to 24 ms and 7 to 17 steps (real vLLM on two busy cores).
+        steps; with this pause 14 to 24 ms and 7 to 17 steps (real vLLM on two busy cores).
         """
         if self._pending:
             time.sleep(IDLE_WAIT_S)
@@ -167,7 +167,7 @@ class AsyncCopies:
 
 
 def _is_over(copy: PendingCopy) -> bool:
-    """Whether the copy is done. True if that cannot be found out: waiting for its result shows the error."""
+    """Whether the copy is over. True if that cannot be found out: waiting for its result shows the error."""
     try:
         return copy.done()
     except BaseException as error:  # noqa: BLE001 -- as in `_end`

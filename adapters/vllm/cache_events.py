@@ -47,7 +47,7 @@ class ChunkBlocks:
     block_size: int
     hash_block_size: int
     group: int
-    """The group that sees all tokens; of several the first, which routers follow."""
+    """The group that sees all tokens; if there are several, the first, which routers follow."""
     kind: str
 
     def stored(self, request: Request, chunk: int, key: bytes) -> BlockStored | None:
@@ -124,13 +124,13 @@ class CacheEvents:
         self._projections = projections
         self._requests = requests
         self._saving: dict[int, dict[bytes, BlockStored]] = {}
-        """Job id → blocks by chunk key, which can be loaded once the job is completed."""
+        """Job id → (chunk key → the chunk's blocks); these can be loaded once the job is completed."""
         self._stored: dict[bytes, BlockStored] = {}
         """Chunk key → blocks that can be loaded and are not published yet."""
         self._published: dict[bytes, Sequence[ExternalBlockHash]] = {}
         """Chunk key → its blocks, as published."""
         self._num_chunks: dict[ExternalBlockHash, int] = {}
-        """Published block → number of such chunks with it: prompts that diverge in a chunk share its first blocks."""
+        """Published block → number of published chunks with it. Prompts may diverge after a chunk's first blocks."""
         self._removed: list[ExternalBlockHash] = []
         """Published blocks that can no longer be loaded."""
         self._is_stopped = False

@@ -39,10 +39,10 @@ class ChunkKeySource:
         Args:
             chunk_size: tokens of a chunk.
             hash_block_size: tokens of one of vLLM's block hashes.
-            hash_tokens: hashes a chunk that is not a multiple of that; see `versions.token_hasher`.
+            hash_tokens: hashes a chunk that is not a multiple of `hash_block_size`; see `versions.token_hasher`.
             vllm_shares_blocks: whether vLLM's prefix cache is on. Its hash leaves out how prompt embeddings are placed,
-                so a request with embeddings may hold another request's KV. kvledger must not save that, so it gets no
-                keys.
+                so a request with embeddings may hold another request's KV. kvledger must not save such KV, so the
+                request gets no keys.
         """
         self._chunk_size = chunk_size
         self.hash_block_size = hash_block_size

@@ -217,8 +217,8 @@ class ConnectorSettings(LogSettings):
     def refuse_beyond_memory(self, memory: HostMemory | None, *, num_pools: int, num_local_pools: int) -> None:
         """Refuse a `host_bytes` whose part on this machine is more than the usable part of `memory`.
 
-        Call it before any rank allocates: it counts all pools of this machine, and each rank would find enough for its
-        own.
+        Call it before any rank allocates: it counts all pools of this machine, but each rank would find enough for its
+        own pool.
 
         Raises:
             ConfigurationError: names what is asked for, what is available and why, and what to write instead.

@@ -1,4 +1,4 @@
-"""The class that vLLM creates, once in the scheduler and once in every worker. It only delegates."""
+"""The class that vLLM creates, once in the scheduler and once in every worker. The class only delegates."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata if isinstance(metadata, StepJobs) and metadata else None
 
     def _enter(self, hook: Hook, metadata: KVConnectorMetadata | None = None) -> tuple[WorkerSide, StepJobs] | None:
-        """Note that vLLM calls a hook; return the worker's half and its jobs, None if there are none."""
+        """Record that vLLM calls a hook; return the worker's half and the jobs, None if there are none."""
         worker_side, jobs = self._worker_side, self._jobs(metadata)
         if worker_side is None:
             return None
@@ -272,7 +272,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         """Compare what the workers have with what the scheduler side expects; `metadata`: rank → its start.
 
         Raises:
-            ConfigurationError: a worker lacks something; vLLM's start ends with this.
+            ConfigurationError: a worker lacks something; vLLM's start ends with this error.
         """
         starts = [start for start in metadata.values() if isinstance(start, WorkerStart)]
         self._edge.is_alone = bool(starts)

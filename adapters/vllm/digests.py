@@ -1,7 +1,7 @@
 """Chooses which pages of a job are digested, and records the digests (`storage/kv/digests.py` computes them).
 
-Only full blocks are digested: after the valid tokens of a part-filled one, the bytes are arbitrary. A slot is digested
-in every copy or in none, so that a load can be compared with what was saved there.
+Only full blocks are digested: after the valid tokens of a part-filled block, the bytes are arbitrary. A slot is
+digested in every copy or in none, so that a load can be compared with what was saved there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALL = 1 << 64
 
 
 def is_chosen(number: int, share: float) -> bool:
-    """Whether a slot or place is in the share that is digested; always the same ones."""
+    """Whether a slot or place is in the share that is digested; always the same numbers."""
     return number * _SPREADS % _ALL < share * _ALL
 
 
@@ -37,7 +37,7 @@ class DigestedPages:
         self._num_groups = len(projections.configuration.windows)
 
     def of_job(self, job: Issued) -> tuple[int, ...]:
-        """Each copied block's place in the request's flat table, or `NOT_DIGESTED`; empty if that holds for all."""
+        """Each copied block's place in the request's flat table, or `NOT_DIGESTED`; empty if none is digested."""
         if not self.share or isinstance(job, e.TailSaveIssued):
             return ()
         size = self._geometry.block_size

@@ -1,8 +1,8 @@
 """Removes ends that another child of a `MultiConnector` reports too early.
 
 With such an end vLLM would compute on blocks that a load still fills, free blocks that a copy still uses, or fail an
-assertion because it waits for no end of that request or has forgotten it. kvledger removes the end before vLLM acts on
-it, and records that.
+assertion because it waits for no end of that request or has forgotten the request. kvledger removes the end before vLLM
+acts on it, and records the removal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EarlyEnds:
         """Ids in the log of the last requests that ended with blocks."""
 
     def ended_with_blocks(self, request_id: str) -> None:
-        """Note that vLLM has ended a request that had blocks; `request_id` is the log's."""
+        """Record that vLLM has ended a request that had blocks; `request_id` is the id in the log."""
         self._ended_with_blocks.append(request_id)
 
     def refuse(self, output: KVConnectorOutput) -> None:
@@ -75,14 +75,14 @@ class EarlyEnds:
                 self._journal.observe(e.EndRefused(logged, lives[request_id], field, self._journal.now()))
 
     def _waits_for_no_load(self, request_id: str) -> bool:
-        """Whether vLLM has the request and waits for no load of it."""
+        """Whether vLLM has the request and does not wait for a load of it."""
         request = self._requests.get(request_id)
         return request is not None and not versions.is_waiting_for_load(request)
 
     def _is_gone(self, request_id: str, given_id: str) -> bool:
         """Whether vLLM has freed the request's blocks and forgotten it.
 
-        False if it ended without blocks: another child may have kept it, and nothing shows whether vLLM still knows it.
+        False if the request ended without blocks: another child may have kept it, so vLLM may still know the request.
         """
         return (
             request_id in self._ended_with_blocks

@@ -1,9 +1,9 @@
-"""Compares what the hooks exchange with vLLM with what the ledger recorded.
+"""Compares the ledger's record with what the hooks and vLLM exchange.
 
-The connector calls it first when vLLM calls a hook, and last before the hook returns. It sees every recorded event and
-nothing in between, so a bug between a decision and vLLM, or between vLLM and an observation, is a difference here.
-Counts and differences go into the log as `hooks.exchanged`, which the audit checks (TOLD_AS_DECIDED). It must not
-decide anything, and must not use code that answers the hooks.
+The connector calls `Edge` first when vLLM calls a hook, and last before the hook returns. `Edge` sees every recorded
+event and nothing in between, so a bug between a decision and vLLM, or between vLLM and an observation, is a difference
+here. Counts and differences go into the log as `hooks.exchanged`, which the audit checks (TOLD_AS_DECIDED). This module
+must not decide anything, and must not use code that answers the hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _Issued = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
 _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 _Report = tuple[tuple[int, ...], bool, tuple[int, ...], int, bool]
-"""Job ids, whether repeated, moments, rank, whether done."""
+"""(job ids, whether the report is a repetition, moments, rank, whether the copy succeeded)."""
 _NOTHING: frozenset[str] = frozenset()
 _Entry = tuple[Difference, int | str, str]
 """Kind of what is handed out; its job id, block or vLLM request id; the field of `StepJobs`."""
@@ -98,11 +98,11 @@ class Edge:
         self._ids: dict[int, tuple[str, str]] = {}
         """Ordinal → vLLM's id and the log's, while an end of the life may follow."""
         self._forgotten: tuple[list[int], list[int]] = ([], [])
-        """Ordinals of lives that were released since the last step, and since the one before."""
+        """Ordinals of lives that were released since the last step, and between that step and the one before."""
         self._ended: set[str] = set()
         """vLLM's ids of requests that finished (`request_finished`) since the last step."""
         self.is_alone = False
-        """Whether the workers are known to have no other connector, which could delay an end until its own."""
+        """Whether the workers are known to have no other connector. Another one could delay an end until its own."""
         self._num_steps = 0
         self._to_report: dict[str, tuple[int, int]] = {}
         """vLLM's id → ordinal of a life whose end the workers must report, and the step that asked."""
@@ -114,7 +114,7 @@ class Edge:
         """Ordinals of lives whose last answer was an asynchronous load."""
         self._unfilled = UnfilledBlocks(self._differ)
         self._receiving: set[int] = set()
-        """Ordinals of lives that wait for an asynchronous load. vLLM waits for it even if they end."""
+        """Ordinals of lives that wait for an asynchronous load. vLLM waits for the load even if the life ends."""
         self._jobs: dict[int, _Issued] = {}
         """Job id → decision, until the job is settled."""
         self._reminders: dict[int, bool] = {}
@@ -388,7 +388,7 @@ class Edge:
         return next((ordinal for ordinal, (given, _) in self._ids.items() if given == which), e.NO_LIFE)
 
     def _list_of_job(self, name: str, job: Any) -> str:
-        """Return the list that the job is in, with a remark if its pages are not those decided."""
+        """Return the list that the job is in, with a remark if the job's pages are not those that were decided."""
         decided = self._jobs.get(job.job_id)
         if decided is None or (decided.block_ids == job.block_ids and decided.slots == job.slots):
             return name

@@ -67,7 +67,7 @@ class OpenedLog:
     store: EventStore
     directory: Path | None
     remarks: tuple[str, ...] = ()
-    """What this log notes about the previous one."""
+    """What this log records about the previous one."""
 
     def close(self, expected_sequence: int | None = None) -> None:
         """Close the store, and log how much it could not write.
@@ -102,8 +102,8 @@ def open_event_log(
     `worker` is the worker that writes the log, None the scheduler. `of_writer` are more entries of the header.
 
     Raises:
-        ConfigurationError: `log_dir` cannot be written; at start a person can still correct that. Not for a full disk:
-            then the log begins when there is room.
+        ConfigurationError: `log_dir` cannot be written; at start a person can still correct that. Not raised for a full
+            disk: then the log begins when there is room.
     """
     header = {
         **log_header(core, configuration),
@@ -274,7 +274,7 @@ class _Trouble:
 
 
 def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
-    """What to note about the last log in `log_dir` that is not being written; nothing if it is closed and complete."""
+    """Remarks on the last log in `log_dir` that is not being written; none if that log is closed and complete."""
     logs: list[Path] = []
     with contextlib.suppress(OSError):
         logs = directories_in(log_dir)[::-1]

@@ -1,4 +1,4 @@
-"""Which of a model's KV cache groups can be served, how far each of them sees, and why others cannot.
+"""Which of a model's KV cache groups can be served, how far each group sees, and why others cannot be served.
 
 A group is a set of layers with one block table (`v1/kv_cache_interface.py`, 0.32). A model is served if all of its
 groups are, because a prefix without one group's part cannot be resumed. Requests of a declined model run as without a
@@ -28,7 +28,7 @@ class Groups:
     windows: tuple[int, ...]
     """Tokens that each group sees, 0 for all; meaningless if anything is declined."""
     declined: tuple[str, ...]
-    """Why the model is not served, each reason once; empty if it is."""
+    """Why the model is not served, each reason once; empty if it is served."""
 
 
 def describe_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:

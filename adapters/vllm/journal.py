@@ -2,9 +2,9 @@
 
 kvledger must not raise into vLLM: `guarded` takes a table of what each hook does instead.
 
-A job goes to the workers if its frame is written and it keeps vLLM's contract. Any other job is reported as failed.
+A job goes to the workers if its frame is written and the job keeps vLLM's contract. Other jobs are reported as failed.
 
-VLLM_CONTRACT: what vLLM requires of answers and jobs; each of them is checked, whatever decided it.
+VLLM_CONTRACT: what vLLM requires of answers and jobs. Each answer and job is checked, whatever code decided it.
 
 If a requirement is not met, vLLM's scheduler fails an assertion or computes on missing KV. kvledger therefore gives the
 safe answer instead, withholds the job, and reports what it promised as failed. It records `decision.withheld` with the
@@ -82,7 +82,7 @@ NOT_WRITTEN = "the event log could not be written"
 class Journal:
     """Observes events, withholds jobs that must not go out, and logs broken rules for operators.
 
-    A corrupt ledger disables it: it decides nothing any more, but pending copies and ends still complete.
+    A corrupt ledger disables the journal: nothing is decided any more, but pending copies and ends still complete.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Journal:
     def has_jobs(self) -> bool:
         """Whether a job waits for a step, a step's job for its report, or vLLM for an end.
 
-        A disabled journal waits for a job only until it is overdue.
+        A disabled journal waits for a job only until the job is overdue.
         """
         if self.owed.is_owing:
             return True
@@ -211,7 +211,7 @@ class Journal:
             return f"it could not be checked: {type(error).__name__}"
 
     def withhold(self, request_id: str, rule: str, detail: str) -> None:
-        """Record that a decision does not go out; `rule` is the one it would have broken, if any."""
+        """Record that a decision does not go out; `rule` is the rule that it would have broken, if any."""
         self.observe(e.DecisionWithheld(request_id, rule, detail, self.now()))
 
     def _withhold_job(self, job: PageJob, withheld: e.Withheld, detail: str) -> None:
@@ -262,9 +262,9 @@ class Journal:
         return self.ledger.ready(Channel.WORKERS)
 
     def advance(self, ready: Ready) -> int:
-        """Record that `ready` is handed over, which happens even if this fails. Its jobs are written already.
+        """Record that `ready` is handed over, which happens even if this method fails. Its jobs are written already.
 
-        Returns the event's sequence number, which is written with the next frame; 0 if there is none.
+        Returns the sequence number of the recorded event, which is written with the next frame; 0 if there is none.
         """
         sequence = self.ledger.next_sequence
         try:
@@ -277,8 +277,8 @@ class Journal:
     def commit(self) -> bool:
         """Write what was recorded since the last commit as one frame, before vLLM acts on it.
 
-        Returns whether all of it is in the log. If not, jobs that only this frame records are withheld, except loads
-        without which vLLM would deliver a wrong token: the log has the answer that promised them.
+        Returns whether all events are in the log. If not, jobs that only this frame records are withheld, except loads
+        without which vLLM would deliver a wrong token: the log has the answer that promised these.
         """
         first_sequence = self.ledger.next_sequence - self.ledger.num_uncommitted
         try:
@@ -390,7 +390,7 @@ def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, project
 
 
 def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
-    """Tokens from the first on that can be loaded; 0 if the request is quarantined."""
+    """Return how many tokens can be loaded, from token 0 on; 0 if the request is quarantined."""
     if record.trust is not TrustRegion.TRUSTED:
         return 0
     # The projection's count, never an earlier answer: a handler may have answered anything.
@@ -403,7 +403,7 @@ def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
 
 
 def breach_of_load(job: e.LoadIssued, observed: e.Event, projections: Projections) -> str:
-    """Return how a load decided on `observed` breaks the contract; empty if it does not."""
+    """Return how a load that was decided at the event `observed` breaks the contract; empty if it does not."""
     if not isinstance(observed, e.BlocksAllocated) or not observed.num_external_tokens:
         return "a load was issued, but vLLM has accepted none"
     record = projections.tracker.get(job.request_id)
@@ -485,10 +485,10 @@ class Fallback:
     steps: tuple[str, ...] = ()
     """Methods called in this order after the failure is recorded, each with the hook's arguments.
 
-    Each is called even if an earlier one raised. If it returns something, that is the answer.
+    Each is called even if an earlier one raised. The last value other than None is the hook's answer.
     """
     fails_as: str = ""
-    """Name of the failure in the log, if not the hook's. A failing method has the hook's name."""
+    """Name of the failure in the log; empty: the hook's name. Failures of `steps` have the hook's name."""
 
 
 def guarded(hooks: Mapping[str, Fallback]) -> Callable[[type[_Owner]], type[_Owner]]:

@@ -1,6 +1,6 @@
 """What chunk keys reveal: which hash algorithms kvledger refuses, and why a reader of a log could test guesses.
 
-It reads vLLM's configuration and `PYTHONHASHSEED`. It must not hash anything.
+This module reads vLLM's configuration and `PYTHONHASHSEED`. It must not hash anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLLISION_RESISTANT: Final = ("sha256", "sha256_cbor")
 """Values of `prefix_caching_hash_algo` for which nobody can construct two prompts with the same key."""
 DEFAULT_ALGORITHM: Final = "sha256"
 _NOT_SECRET: Final = ("", "random")
-"""Values of `PYTHONHASHSEED` that are the same everywhere. vLLM hashes the text, so "random" is a constant to it."""
+"""Values of `PYTHONHASHSEED` that are no secret. vLLM hashes the text, so "random" is a constant to vLLM."""
 _SMALL: Final = 1 << 16
 """Smaller seeds are those of examples, and the first that a reader tries."""
 
@@ -52,7 +52,7 @@ def note_guessable_keys(vllm_config: VllmConfig, log_directory: Path | None) -> 
 
 
 def why_guessable(algorithm: str) -> str:
-    """Why a reader of the log can test whether a guessed prompt is in it, with the remedy; empty without a known way.
+    """Why a reader of a log can test guesses of its prompts, with the remedy; empty if no way is known.
 
     vLLM 0.32 and 0.33 derive the first hash from `PYTHONHASHSEED`. Without it they use a constant, except for xxhash,
     for which they draw 32 random bytes in each process (`v1/core/kv_cache_utils.py`, resolve_none_hash_seed).

@@ -1,8 +1,8 @@
 """vLLM's requests under the ids that the log has for them.
 
 A log cuts long ids and appends a hash (`lifecycle/request_ids.py`). Everything else in kvledger uses the id in the log,
-but vLLM must get its own id back. `LogIds` keeps both for requests whose ids differ; for all others every method
-returns what it is given.
+but vLLM must get its own id back. `LogIds` keeps both ids of requests for which they differ; for all others every
+method returns what it is given.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LogIds:
         self._given: dict[str, str] = {}
         """Id in the log → vLLM's id, of the same requests."""
         self._ended: dict[str, None] = {}
-        """Those of these ids in the log whose requests vLLM has ended."""
+        """Ids in the log of renamed requests that vLLM has ended."""
 
     def arrived(self, request: Request, is_known: Callable[[str], bool]) -> Request:
         """Return the new request under its id in the log, which no other request has.
@@ -94,7 +94,7 @@ class LogIds:
         return tuple([self.given(each) for each in logged])
 
     def ended(self, request: Request) -> None:
-        """Note that vLLM has ended the request. vLLM may still wait for a copy of it."""
+        """Record that vLLM has ended the request. vLLM may still wait for a copy of it."""
         if request.request_id in self._given:
             self._ended[request.request_id] = None
 

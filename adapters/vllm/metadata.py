@@ -37,7 +37,7 @@ class PageJob(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     slots: tuple[int, ...]
     pages: tuple[int, ...] = ()
-    """For each pair that is digested its place in the request's flat table, else -1; empty: none is."""
+    """Place of each pair in the request's flat table, -1 if the pair is not digested; empty: none is digested."""
 
 
 class _MetadataMeta(msgspec.StructMeta, ABCMeta):
@@ -48,21 +48,21 @@ class StepJobs(KVConnectorMetadata, msgspec.Struct, frozen=True, metaclass=_Meta
     """The jobs of one engine step, in the order in which they must happen, and reports for vLLM's scheduler."""
 
     awaited: tuple[int, ...] = ()
-    """Jobs that must be done before the forward, because it may overwrite their blocks."""
+    """Jobs whose copies must be over before the forward, because the forward may overwrite their blocks."""
     asked_after: tuple[int, ...] = ()
     """Jobs that some rank has not reported for too long. The workers report them, if necessary again."""
     saves_before_forward: tuple[PageJob, ...] = ()
     loads: tuple[PageJob, ...] = ()
     saves: tuple[PageJob, ...] = ()
     async_loads: tuple[PageJob, ...] = ()
-    """They begin in this step and may end at any time."""
+    """Loads that begin in this step and may end at any time."""
     async_saves: tuple[PageJob, ...] = ()
     undeliverable_block_ids: tuple[int, ...] = ()
     """Blocks that the scheduler counts on and that no copy fills; reported as load errors."""
     failed_loads: tuple[str, ...] = ()
-    """Requests whose asynchronous load failed on some rank; every rank reports them to vLLM."""
+    """Requests whose asynchronous load failed on some rank; every rank reports these requests to vLLM."""
     finished_saves: tuple[str, ...] = ()
-    """Finished requests whose blocks no copy reads any more; every rank reports them to vLLM."""
+    """Finished requests whose blocks no copy reads any more; every rank reports these requests to vLLM."""
     is_idle: bool = False
     """Whether the step computes nothing, so that only copies make progress."""
     delivered: int = 0
@@ -93,9 +93,9 @@ class DigestedJob:
     pages: tuple[int, ...]
     """Place of each block in the request's flat table."""
     digests: tuple[int, ...]
-    """Of these blocks, before a save or after a load."""
+    """Digests of these blocks, before a save or after a load."""
     stored_digests: tuple[int, ...] = ()
-    """Of their slots, before a load; empty for a save."""
+    """Digests of the slots of these blocks, before a load; empty for a save."""
 
 
 @attrs.frozen(slots=False)
@@ -128,9 +128,9 @@ class Ends:
 
 @attrs.frozen(slots=False)
 class StepReport:
-    """A rank has sent the output of a step that must report something, see `StepJobs.has_reports`.
+    """A rank has sent the output of a step that must report something (see `StepJobs.has_reports`).
 
-    Also of any other step in which the rank reports blocks as not filled.
+    A rank also sends this for any other step in which it reports blocks as not filled.
     """
 
     delivered: int
@@ -156,7 +156,7 @@ class WorkerStart(KVConnectorHandshakeMetadata):
     slot_bytes: int
     """Bytes that a copy of one block moves on this rank."""
     copies_async: bool
-    """Whether it can copy while steps run."""
+    """Whether the rank can copy while steps run."""
     declined: tuple[str, ...] = ()
     """Why this rank copies nothing; empty if it copies."""
 
@@ -178,7 +178,7 @@ class WorkerReports(KVConnectorWorkerMetadata):
 
     reports: tuple[JobReport, ...]
     starts: tuple[WorkerStart, ...] = ()
-    """In the first step, if vLLM did not ask for it at start."""
+    """Set in the first step, if vLLM did not ask for it at start."""
     steps: tuple[StepReport, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
@@ -226,7 +226,7 @@ def _list_of(job: IssuedJob) -> str:
 
 
 def no_copies(ready: Ready) -> StepJobs:
-    """Return what goes out with a step if `step_jobs` failed: it waits for copies in flight and begins none."""
+    """Return what goes out with a step if `step_jobs` failed: the step waits for copies in flight and begins none."""
     return StepJobs(
         awaited=tuple(awaited.job_id for awaited in ready.awaited),
         undeliverable_block_ids=ready.block_ids,
@@ -286,7 +286,7 @@ def reported_steps(arrived: Iterable[StepReport]) -> Iterator[e.StepReported]:
     """Yield one observation for each step with jobs whose output ranks have sent, with the copies still in flight."""
     ranks: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for step in arrived:
-        if step.delivered:  # else it has no `EffectsDelivered`, so no jobs can be missing
+        if step.delivered:  # else the step has no `EffectsDelivered`, so no jobs can be missing
             ranks.setdefault((step.delivered, step.under_way), []).append(step.rank)
     for (delivered, under_way), of_ranks in ranks.items():
         yield e.StepReported(delivered, tuple(sorted(of_ranks)), under_way)

@@ -15,7 +15,7 @@ BY_EXTENSION: Final = "num_extension_events"
 MISSED: Final = "num_tokens_missed"
 RECOMPUTED: Final = "num_tokens_recomputed"
 LABELS: Final = {BY_EXTENSION: "extension", MISSED: "reason", RECOMPUTED: "reason"}
-"""Counter → its label besides vLLM's. It is sent as "counter/value of the label"; no value has a slash."""
+"""Counter → its label besides vLLM's. A counter is sent as "counter/value of the label"; no value has a slash."""
 REASONS_OF: Final = {MISSED: MISS_REASONS, RECOMPUTED: RECOMPUTE_REASONS}
 """Counter with the label `reason` → its values."""
 LAST_WRITTEN: Final = "log_last_written_unix_ns"

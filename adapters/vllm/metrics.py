@@ -53,7 +53,7 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # First, because these may refuse the configuration.
+        # First, because reading the settings may refuse the configuration.
         settings = _settings(vllm_config)
         extensions = [extension.name for extension in settings.core().extensions]
 
@@ -103,7 +103,7 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
 
 
 def _observe(histogram: Any, durations: Sequence[int]) -> None:
-    """Observe each bucket's mean as often as the bucket was hit: it lies in that bucket, and the sum is exact."""
+    """Observe each bucket's mean as often as the bucket was hit. The mean is in the bucket, so the sum is exact."""
     middle = len(durations) // 2
     for count, sum_ns in zip(durations[:middle], durations[middle:], strict=True):
         for _ in range(count):
@@ -114,7 +114,7 @@ def _settings(vllm_config: VllmConfig) -> ConnectorSettings:
     """Return the connector's settings.
 
     Raises:
-        ConfigurationError: the process that shows the metrics cannot read them.
+        ConfigurationError: the process that shows the metrics cannot read the settings.
     """
     transfer = vllm_config.kv_transfer_config
     return ConnectorSettings.from_extra_config({} if transfer is None else transfer.kv_connector_extra_config)

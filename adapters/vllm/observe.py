@@ -1,7 +1,7 @@
 """Reads live objects of vLLM and records observations.
 
 `RequestReader` detects what has no hook: preemptions, a session's next turn, tokens taken back, new keys, resets of
-vLLM's prefix cache. It compares a live `Request` with the state computed from the log. `StepReader` reads one
+vLLM's prefix cache. The reader compares a live `Request` with the state computed from the log. `StepReader` reads one
 `SchedulerOutput`. Requests are read, never kept.
 
 Each hook uses both readers, so they share a file.
@@ -68,9 +68,9 @@ class KeyChecks:
         self._hash_block_size = hash_block_size
 
     def hash_prefixes(self, request: Request, first_chunk: int, num_chunks: int) -> bytes:
-        """Return the first bytes of the hash of the last block that ends in each chunk or before it.
+        """Return, for each chunk, the first bytes of a block's hash: the last block that ends in or before the chunk.
 
-        `NUM_CHECK_BYTES` per chunk, concatenated: zeros if no block has ended, or vLLM has no hash of it.
+        `NUM_CHECK_BYTES` per chunk, concatenated: zeros if no block has ended, or vLLM has no hash of that block.
         """
         hashes, block_size = request.block_hashes, self._hash_block_size
         first_end = (first_chunk + 1) * self._chunk_size
@@ -127,7 +127,7 @@ class RequestReader:
         """Whether vLLM zeroes blocks before a copy out of them; only the built step names these blocks."""
         self._pools: tuple[BlockPool, ...] = ()
         self._hashes: list[object] = []
-        """What vLLM's prefix cache finds blocks by, per pool; a reset replaces it."""
+        """The object by which vLLM's prefix cache finds blocks, one per pool; a reset replaces it."""
         self._is_reset_noted = False
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -136,7 +136,7 @@ class RequestReader:
         self._hashes = [*map(versions.prefix_hashes, self._pools)]
 
     def take_reset(self) -> bool:
-        """Whether vLLM has reset its prefix cache since the last call; it calls no hook."""
+        """Whether vLLM has reset its prefix cache since the last call; vLLM calls no hook for a reset."""
         if self._is_reset_noted:
             self._is_reset_noted = False
             return True
@@ -206,7 +206,7 @@ class RequestReader:
     def preemption(self, request: Request, overwritten: frozenset[int] | None = None) -> None:
         """Record a preemption; `request.num_preemptions` is reliable.
 
-        Normally `build_connector_meta` of the same step notices it. After
+        Normally `build_connector_meta` of the same step detects it. After
         `reset_prefix_cache(reset_running_requests=True)` a lookup comes first. `overwritten` are the blocks that the
         worker zeroes before kvledger can copy them; None if not known yet.
         """
@@ -232,8 +232,8 @@ class RequestReader:
     def preemptions(self, requests: Mapping[str, Request]) -> None:
         """Record preemptions by a reset, which preempts every running request and calls no hook.
 
-        vLLM may reuse their blocks before it looks them up. No request runs then before the next step, so a running one
-        shows that there was no reset (`v1/core/sched/scheduler.py`, reset_prefix_cache, 0.32).
+        vLLM may reuse their blocks before it looks the requests up. After a reset, no request runs until the next step,
+        so a running one shows that there was no reset (`v1/core/sched/scheduler.py`, reset_prefix_cache, 0.32).
         """
         preempted = []
         for record in self._tracker:
@@ -322,8 +322,9 @@ class RequestReader:
     def num_written_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Return the tokens whose KV is written when the next step's `handle_preemptions` runs.
 
-        It runs after every step in flight, so their tokens count; until then vLLM fences the freed blocks. Tokens not
-        known yet have no key. With speculation, tokens in flight do not count: drafts may be rejected.
+        That hook runs after every step in flight, so the tokens of these steps count. Until then vLLM fences the freed
+        blocks. Tokens not known yet have no key. With speculation, tokens in flight do not count, as drafts may be
+        rejected.
         """
         if self._speculates:
             return max(0, min(num_computed_tokens, request.num_tokens - 1) - request.num_in_flight_tokens)
@@ -356,7 +357,7 @@ class StepReader:
         self._step = 0
         self._due: dict[int, list[str]] = {}
         self._processed: dict[str, tuple[int, int]] = {}
-        """With windows: request id → settled tokens up to which this step has freed blocks, tokens in flight."""
+        """With windows: request id → (settled tokens up to which this step has freed blocks, tokens in flight)."""
         self._processed_before: dict[str, tuple[int, int]] = {}
         self._time_ns = 0
 
@@ -393,7 +394,7 @@ class StepReader:
         cached, num_scheduled = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
         rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         unexpected = self._tracker.computed.unexpected(rows, self._tracker.get)
-        # Each gets at least one token, so the sum shows whether an expected one gets more: with drafts.
+        # Each request gets at least one token, so the total shows whether an expected request gets more, with drafts.
         num_others = sum([num_scheduled[data.req_id] for data in scheduler_output.scheduled_new_reqs])
         num_others += sum([num_scheduled[request_id] for request_id, _ in unexpected])
         if scheduler_output.total_num_scheduled_tokens - num_others != len(cached.req_ids) - len(unexpected):
@@ -415,7 +416,7 @@ class StepReader:
     def _advanced(
         self, counts: Sequence[tuple[str, int]], num_scheduled: Mapping[str, int]
     ) -> list[tuple[int, int, int, int]]:
-        """How each of these is scheduled; with drafts, all requests of the step."""
+        """How each of these requests is scheduled; with drafts, how all requests of the step are."""
         record_of, request_of = self._tracker.get, self._requests.get
         for request_id, count in () if self._speculates else counts:
             record = record_of(request_id)
@@ -466,7 +467,7 @@ class StepReader:
             self._due.setdefault(due, []).append(record.request_id)
 
     def _settle(self, settled: list[e.SettledTokens], record: RequestRecord, num_computed_tokens: int) -> int:
-        """Note what has settled; return the settled tokens at which to check the request again."""
+        """Append what has settled; return the settled tokens at which to check the request again."""
         threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
         request = self._requests.get(record.request_id)
         if request is None or record.trust is TrustRegion.QUARANTINED:
@@ -485,7 +486,7 @@ class StepReader:
         self._window_left(record, self._processed_before.get(record.request_id), self._time_ns)
         settled.append(entry)
         geometry = self._projections.geometry
-        # It does not count until a load has arrived. With windows, check what they leave in the next step.
+        # The entry does not count until a load has arrived. With windows, check in the next step what they leave.
         if record.blocks is BlocksRegion.LOADING or geometry.windows.has_any:
             return threshold
         return self._tracker.save_threshold(record, geometry.num_chunks_in(entry.num_settled_tokens))
@@ -497,7 +498,7 @@ class StepReader:
     def _window_left(self, record: RequestRecord, processed: tuple[int, int] | None, time_ns: int) -> None:
         """Record up to where blocks had been freed, if the last step scheduled the request.
 
-        In a step that skips it, vLLM may free more before it finds no room for it.
+        In a step that skips the request, vLLM may free more blocks before it finds no room for the request.
         """
         computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
         if processed is not None and computing:

@@ -1,6 +1,6 @@
 """What a configuration means for a model: sizes, pools, and what is declined, before anything is allocated.
 
-The connector starts with it and `kvledger check` prints it, so that both agree.
+The connector starts with the plan and `kvledger check` prints it, so that both agree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def shares_pool(self) -> bool:
-        """Whether all ranks keep one pool."""
+        """Whether all ranks share one pool."""
         return self.num_pools < self.configuration.num_ranks
 
     def refuse_beyond_memory(self) -> None:

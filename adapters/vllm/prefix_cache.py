@@ -1,8 +1,8 @@
 """Corrects vLLM's scheduler after a failed load: hashes of unfilled blocks, and requests that read such blocks.
 
-vLLM 0.32 hashes the blocks of a synchronous load into its prefix cache before the load has run. When the load fails, it
-removes the hashes only under the policy "fail", only for requests that still run, and not those of what a sharer
-computed on top. Under "recompute" it lets sharers go on while one request rewrites the blocks
+vLLM 0.32 hashes the blocks of a synchronous load into its prefix cache before the load has run. When the load fails,
+vLLM removes the hashes only under the policy "fail", only for requests that still run, and not the hashes of blocks
+that a sharer computed on top. Under "recompute" vLLM lets sharers go on while one request rewrites the blocks
 (`v1/core/sched/scheduler.py`, _handle_invalid_blocks). kvledger corrects both through the block manager that vLLM gives
 its connector. Nothing else in kvledger changes state of vLLM's scheduler.
 """
@@ -32,7 +32,10 @@ class PrefixCache:
         self._manager = manager
 
     def is_freed(self, request_id: str) -> bool:
-        """Whether vLLM keeps no blocks of the request, by vLLM's id. If it has ended, vLLM has forgotten it."""
+        """Whether vLLM keeps no blocks of the request, by vLLM's id.
+
+        If the request has ended, vLLM has then forgotten it.
+        """
         return self._manager is not None and not any(self._manager.get_block_ids(request_id))
 
     def evict(self, block_ids: AbstractSet[int]) -> None:
@@ -41,10 +44,10 @@ class PrefixCache:
             self._manager.evict_blocks(set(block_ids))
 
     def take_back(self, requests: Iterable[Request], block_ids: AbstractSet[int]) -> None:
-        """Make every request that holds one of these blocks compute again from the first of them on.
+        """Make every request that holds one of these blocks compute again from its first such block on.
 
-        vLLM does so for the first holder of each block. Several requests then write the same KV to a shared block, and
-        each reads what it wrote itself, in whatever pieces it is scheduled. Under the policy "fail" all have ended.
+        vLLM does so only for the first holder of each block. Several requests then write the same KV to a shared block,
+        and each reads what it wrote itself, in whatever pieces it is scheduled. Under "fail" all holders have ended.
         """
         if self._manager is None:
             return

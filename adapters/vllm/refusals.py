@@ -1,6 +1,6 @@
 """Turns pydantic's errors into kvledger's refusals: key, value, reason, remedy.
 
-It handles kvledger's settings and vLLM's own. It must not know a single key.
+This module handles kvledger's settings and vLLM's own. It must not know a single key.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def refusals(
 
 
 def _place(problem: ErrorDetails, every: list[ErrorDetails]) -> tuple[int | str, ...]:
-    """The place of a problem. A union appends a name of pydantic's own, and all of it has refused the same value."""
+    """The place of a problem. A union appends a name of pydantic's own; all of its problems have the same value."""
     place = problem["loc"]
     alike = [each for each in every if each["loc"][:-1] == place[:-1] and each["input"] == problem["input"]]
     is_union = len(place) > 1 and len(alike) > 1 and isinstance(place[-1], str)

@@ -53,7 +53,10 @@ def unusable_prefixes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def _not_causal(kv_cache_config: KVCacheConfig) -> Iterator[Refusal]:
-    """Not causal: vLLM turns chunked prefill and prefix caching off (`v1/engine/core.py`, _initialize_kv_caches)."""
+    """Attention that is not causal: vLLM turns chunked prefill and prefix caching off for it.
+
+    See `v1/engine/core.py`, _initialize_kv_caches.
+    """
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec: Any = group.kv_cache_spec
         per_layer = getattr(spec, "kv_cache_specs", None)
@@ -130,9 +133,10 @@ def _not_invariant(vllm_config: VllmConfig) -> Iterator[Refusal]:
 def _rotated_by_row(vllm_config: VllmConfig) -> Iterator[Refusal]:
     """VLLM's rotary kernel for CPU rotates parts of heads by the row of a token in its batch, not by its position.
 
-    It uses the distance of heads as that of tokens (`csrc/cpu/pos_encoding.cpp`, rotary_embedding, `stride(-2)`). That
-    is wrong for models like DeepSeek's, which rotate a slice of each head (`model_executor/layers/mla.py` and
-    `models/deepseek_v2.py`, rotary_emb). With yarn another class rotates, without this kernel.
+    The kernel takes the distance of heads for that of tokens (`csrc/cpu/pos_encoding.cpp`, rotary_embedding,
+    `stride(-2)`). That is wrong for models like DeepSeek's, which rotate a slice of each head
+    (`model_executor/layers/mla.py` and `models/deepseek_v2.py`, rotary_emb). With yarn another class rotates, without
+    this kernel.
     """
     from vllm.platforms import current_platform
 

@@ -1,7 +1,7 @@
 """The scheduler's half: turns hook calls into observations, and decisions into answers and jobs.
 
-It copies values from live vLLM objects into events, and keeps requests only for later hooks to read. No hook may raise
-into vLLM: `HOOKS` lists what happens instead.
+This half copies values from live vLLM objects into events, and keeps requests only for later hooks to read. No hook may
+raise into vLLM: `HOOKS` lists what happens instead.
 
 All hooks are in this one file, in the order in which a request meets them.
 """
@@ -88,7 +88,7 @@ HOOKS: Final = {
 }
 """Hook → what it returns to vLLM if it raises, and the methods that still run.
 
-These refuse an accepted load, record the workers' reports, and hand over pending jobs and ends.
+These methods refuse an accepted load, record the workers' reports, and hand over pending jobs and ends.
 """
 
 
@@ -117,7 +117,7 @@ class SchedulerSide:
         self._asked = AskedFigures(self._projections, self.journal.messages)
         self._requests: dict[str, Request] = {}
         """Id in the log → request. This class uses the log's ids everywhere, except in what it gets from vLLM and
-        returns to it."""
+        returns to vLLM."""
         self.prefix_cache = PrefixCache(configuration.block_size)
         self._early_ends = EarlyEnds(self.journal, self._requests, self.ids, self.prefix_cache)
         self._num_failures_seen = 0
@@ -231,7 +231,7 @@ class SchedulerSide:
         is_issued = False
         if not self.journal.is_disabled:
             live = self._live(request)
-            if not self._admits:  # vLLM admits none in a step in which it preempts, so once per step is enough
+            if not self._admits:  # a step that preempts admits no request, so once per step is enough
                 self._admits = True
                 self.request_reader.preemptions(self._requests)
             self.request_reader.preemption(live)
@@ -250,8 +250,8 @@ class SchedulerSide:
     def refuse_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Report blocks that vLLM counts on and that no load will fill.
 
-        vLLM recomputes them (kv_load_failure_policy "recompute") or fails this one request ("fail"). With several
-        groups every load is asynchronous, and vLLM takes failures by request only.
+        vLLM recomputes their tokens (kv_load_failure_policy "recompute") or fails this one request ("fail"). With
+        several groups every load is asynchronous, and vLLM takes failures by request only.
         """
         if not num_external_tokens:
             return
@@ -298,7 +298,7 @@ class SchedulerSide:
         """Whether this step, which schedules no request, can be left out of the log.
 
         An engine that waits for a copy runs such steps in a loop. Copies become overdue by steps and by time, so enough
-        steps are written for both. With windows all are: each shows what the one before has freed.
+        steps are written for both. With windows all steps are written: each shows what the one before has freed.
         """
         configuration = self.journal.configuration
         max_silent_ns = configuration.max_silent_ms * 1_000_000
@@ -362,7 +362,7 @@ class SchedulerSide:
             if self.journal.is_disabled and not self.journal.owed.is_waiting:
                 break
             self.journal.take(reported)
-        if not self.journal.is_disabled:  # after the reports, so that one missing by now counts as missing
+        if not self.journal.is_disabled:  # after the reports, so that a report missing by now counts as missing
             for step in reported_steps(arrived.steps):
                 self.journal.observe(step)
         disagreement = self.compare(arrived.starts)
@@ -400,9 +400,9 @@ class SchedulerSide:
         return is_alive or self.journal.owed.is_named(request_id)
 
     def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
-        """Record the end of a request. vLLM keeps its blocks only while an asynchronous save reads them.
+        """Record the end of a request. vLLM keeps the request's blocks only while an asynchronous save reads them.
 
-        Returns whether vLLM must keep them, and the figures for the response if the request asked for them.
+        Returns whether vLLM must keep the blocks, and the figures for the response if the request asked for figures.
         """
         live = self._live(request)
         self._ending = self.journal.owed.present(live.request_id)
@@ -459,8 +459,8 @@ class SchedulerSide:
         if not self.journal.is_disabled:
             self.request_reader.take_reset()  # vLLM has just reset its own cache
             self.journal.observe(e.CacheReset(self.journal.now()))
-            # Of requests that the reset preempted, save nothing: it is stale, and a copy that waits for a step makes
-            # vLLM step a sleeping engine, whose KV memory is gone (v1/engine/core.py).
+            # Save nothing of requests that the reset preempted: their KV is stale, and a copy that waits for a step
+            # makes vLLM step a sleeping engine, whose KV memory is gone (v1/engine/core.py).
             self.request_reader.preemptions(self._requests)
         self.journal.commit()
         return True

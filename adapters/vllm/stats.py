@@ -2,7 +2,7 @@
 
 vLLM takes them in each step (`Scheduler.make_stats`, `vllm/v1/core/sched/scheduler.py`, 0.32) and sends them to the
 processes that serve `/metrics` and write a periodic log line. An idle engine takes no step and sends nothing, so an age
-is sent as a point in time. It must not know Prometheus.
+is sent as a point in time. This module must not know Prometheus.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 OF_LEDGER: Final = tuple(field.name for field in attrs.fields(Figures) if field.name not in LABELS)
 _of_ledger: Final[Callable[[Figures], tuple[int, ...]]] = attrgetter(*OF_LEDGER)
 _NS_BETWEEN_WRITES_SENT: Final = 1_000_000_000
-"""Least nanoseconds between two stats of which only the log's figures differ."""
+"""Least nanoseconds between two stats that differ only in the log's figures."""
 
 
 class ConnectorStats(KVConnectorStats):
-    """Changes of one interval, and gauges: numbers and lists of them, which survive serialization.
+    """Changes of one interval, and gauges: numbers and lists of numbers, which survive serialization.
 
-    The list of a duration has the counts of all buckets (`DURATION_BOUNDS_NS`), then their sums in nanoseconds.
+    The list of a duration has the counts of all buckets (`DURATION_BOUNDS_NS`), then the sum of nanoseconds in each.
     """
 
     def reset(self) -> None:
@@ -92,7 +92,7 @@ class StatsSource:
         self._sent_ns = 0
 
     def take(self) -> ConnectorStats | None:
-        """Return the stats since the last call; None if nothing changed, or within a second only the log."""
+        """Return the stats since the last call; None if nothing changed, or only the log and within a second."""
         journal, now_ns = self._side.journal, self._side.journal.now()
         is_new = journal.figures_changed or self._gauges["num_log_events_waiting"] > 0
         if not is_new and now_ns - self._sent_ns < _NS_BETWEEN_WRITES_SENT:

@@ -1,4 +1,4 @@
-"""Where a worker is in its step: the last copies it was given, the hook that vLLM called, what it did since."""
+"""Where a worker is in its step: the last copies it was given, the hook that vLLM called, what the worker did since."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StepClock:
         self._number = 0
 
     def enter(self, hook: Hook, delivered: int) -> None:
-        """Note that vLLM calls a hook with the copies of the `EffectsDelivered` `delivered`; 0 if there are none.
+        """Record that vLLM calls a hook with the copies of the `EffectsDelivered` `delivered`; 0 if there are none.
 
         Steps do not go back: a copy with an earlier step's metadata begins in the present step.
         """

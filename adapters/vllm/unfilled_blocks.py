@@ -1,6 +1,6 @@
 """Compares the blocks that each rank reports to vLLM as not filled with the loads that failed on that rank.
 
-It is part of the edge: it decides nothing, and uses no code that answers the hooks.
+This module is part of the edge: it decides nothing, and uses no code that answers the hooks.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class _Reported:
     """What a rank reported of the blocks of one load."""
 
     missing: frozenset[int]
-    """Blocks that it did not report."""
+    """Blocks that the rank did not report."""
     extra: frozenset[int]
-    """Blocks that it reported and that only a failure of this load explains."""
+    """Blocks that the rank reported and that only a failure of this load explains."""
 
 
 class UnfilledBlocks:
     """The blocks that each rank has reported, of loads in flight that a step waits for.
 
-    A rank reports a block once, with the output of the step that brought the load. Its report about the load may arrive
-    later. vLLM merges the blocks of all ranks and of all children of `MultiConnector`, so each rank lists its own in
-    its `StepReport`. A rank without that list is not checked.
+    A rank reports a block once, with the output of the step that brought the load. The rank's report of the load may
+    arrive later. vLLM merges the blocks of all ranks and of all children of `MultiConnector`, so each rank lists its
+    own blocks in its `StepReport`. A rank without that list is not checked.
     """
 
     def __init__(self, differ: Callable[[Difference, int, str], None]) -> None:
@@ -37,10 +37,10 @@ class UnfilledBlocks:
         self._handed_out: dict[int, StepJobs] = {}
         """`StepJobs.delivered` → jobs of a step that waits for loads or has blocks that no copy fills."""
         self._reported: dict[int, dict[int, _Reported]] = {}
-        """Job id of a load in flight → rank → its report."""
+        """Job id of a load in flight → rank → what the rank reported."""
 
     def handed_out(self, jobs: StepJobs) -> None:
-        """Note the jobs of a step that waits for loads or has blocks that no copy fills."""
+        """Keep the jobs of a step that waits for loads or has blocks that no copy fills."""
         self._handed_out[jobs.delivered] = jobs
 
     def settled(self, job_id: int) -> None:

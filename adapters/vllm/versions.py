@@ -156,7 +156,7 @@ def page_ranges(kv_cache_config: KVCacheConfig) -> set[tuple[int, int]]:
 
 
 def is_alone(connector: object) -> bool:
-    """Whether vLLM gave its worker this connector itself, not one that contains it, perhaps next to others.
+    """Whether vLLM gave its worker this connector itself, not one that contains this one, perhaps next to others.
 
     `MultiConnector` passes the first child's handshake to all children and drops the others
     (`kv_connector/v1/multi_connector.py`, get_handshake_metadata, 0.32), so a child must leave the handshake to those
@@ -191,7 +191,8 @@ def least_num_logs(vllm_config: VllmConfig, *, workers_log: bool = False) -> int
     """Return how many logs the server's engines write on this machine at once, at least.
 
     vLLM configures an engine of a dense model as if it were the only one (`config/parallel.py`,
-    reconfigure_for_independent_dp_rank, 0.32). It keeps the engine's local rank, so the last engine knows their number.
+    reconfigure_for_independent_dp_rank, 0.32). vLLM keeps the engine's local rank, so the last engine knows how many
+    engines there are.
     """
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_backend == "ray" or not is_one_machine(vllm_config):
@@ -214,7 +215,7 @@ def shares_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool
 
 
 def from_first_rank(made: SharedFile | None) -> SharedFile:
-    """Return on every rank what the first rank passes; each must call it."""
+    """Return on every rank what the first rank passes; every rank must call this."""
     from vllm.distributed.parallel_state import get_tp_group
 
     made_by_first: SharedFile = get_tp_group().broadcast_object(made, src=0)
@@ -227,13 +228,13 @@ def hash_block_size(kv_cache_config: KVCacheConfig) -> int:
 
 
 def root_hash() -> bytes:
-    """Return the hash before the first block of every prompt. It depends on `PYTHONHASHSEED`; read it for each use.
+    """Return the hash before the first block of every prompt. It depends on `PYTHONHASHSEED`; call this for each use.
 
-    The engine core sets it after it has created the scheduler and its connector (`v1/engine/core.py`, init_none_hash,
-    0.32 and 0.33), so it is there at the first request, not at the connector's start.
+    The engine core sets the hash after it has created the scheduler and its connector (`v1/engine/core.py`,
+    init_none_hash, 0.32 and 0.33), so the hash is there at the first request, not at the connector's start.
 
     Raises:
-        AttributeError: vLLM has not set it yet.
+        AttributeError: vLLM has not set the hash yet.
     """
     from vllm.v1.core import kv_cache_utils
 
@@ -243,9 +244,9 @@ def root_hash() -> bytes:
 def token_hasher(vllm_config: VllmConfig) -> Callable[[Request, bytes, int, int], bytes]:
     """Return a function (request, parent hash, start, end) → hash of these tokens.
 
-    It uses the functions that vLLM hashes blocks with (`v1/core/kv_cache_utils.py`), so it includes salt, adapter,
-    media and prompt embeddings in the same way. 0.33 can hash the tokens after a block too, but does not with a
-    connector (`config/vllm.py`, num_hash_lookahead_tokens).
+    The returned function uses vLLM's own functions for block hashes (`v1/core/kv_cache_utils.py`), so it includes salt,
+    adapter, media and prompt embeddings in the same way. 0.33 can hash the tokens after a block too, but does not do so
+    with a connector (`config/vllm.py`, num_hash_lookahead_tokens).
     """
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -265,7 +266,7 @@ def has_prompt_embeds(request: Request) -> bool:
 
 
 def reloads_adapter(request: Request) -> bool:
-    """Whether the worker reads the request's LoRA adapter from its files each time it is scheduled.
+    """Whether the worker reads the request's LoRA adapter from its files each time the request is scheduled.
 
     Name, path and id stay the same while the weights change (`lora/worker_manager.py`, add_adapter, 0.32).
     """
@@ -278,7 +279,7 @@ def has_unhashed_inputs(request: Request) -> bool:
 
 
 def unhashed_inputs(request: Request, start: int, end: int) -> bytes:
-    """Return these inputs for the tokens from `start` to `end`, ready to be hashed.
+    """Return the inputs that vLLM's block hash leaves out, for the tokens from `start` to `end`, ready to be hashed.
 
     `generate_block_hash_extra_keys` (`v1/core/kv_cache_utils.py`, 0.32) leaves out:
 
@@ -338,7 +339,7 @@ def blocks_to_zero(scheduler_output: SchedulerOutput) -> frozenset[int]:
 
 
 def connector_metadata(scheduler_output: SchedulerOutput) -> object:
-    """Return what vLLM's own connector returned for a step; None until it has.
+    """Return what vLLM's own connector returned for a step; None before that.
 
     Set by `v1/core/sched/scheduler.py`, schedule, right after `build_connector_meta`.
     """
@@ -443,8 +444,8 @@ def needs_async_loads(vllm_config: VllmConfig) -> bool:
     0.32 drops the output of the step whose load failed, but not that of the step scheduled on top of it
     (`v1/core/sched/scheduler.py`, update_from_output). A request that waits for an asynchronous load is in no such
     step. The policy "fail" would end the request first, but the outermost configuration's policy counts. A child of
-    `MultiConnector` cannot read that (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs), nor
-    know that it is a child.
+    `MultiConnector` cannot read that policy (`kv_connector/v1/multi_connector.py`,
+    _get_connector_classes_and_configs), nor know that it is a child.
     """
     return bool(vllm_config.scheduler_config.async_scheduling)
 

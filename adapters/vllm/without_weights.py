@@ -1,8 +1,8 @@
 """The KV cache that vLLM would create for a model, from its `config.json`, without weights, memory or a device.
 
 vLLM's own classes create it: the whole configuration, the model's layers on torch's device "meta", which holds no
-numbers, and their groups and pages (`v1/core/kv_cache_utils.py`, get_kv_cache_configs, 0.32). For several ranks one is
-created, with attention heads divided as vLLM divides them.
+numbers, and their groups and pages (`v1/core/kv_cache_utils.py`, get_kv_cache_configs, 0.32). For several ranks, the
+cache of one is created, with attention heads divided as vLLM divides them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The worker's half: copies the pages of each step's jobs and reports every job exactly once.
 
-It knows blocks and slots, not requests. The scheduler's side decides what a failed copy means.
+The worker knows blocks and slots, not requests. The scheduler's side decides what a failed copy means.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WorkerSide:
     """Owns the copy engines and the host pool of one rank, or its share of the pool of all ranks.
 
     With a shared pool each rank loads everything and saves only its own slots. A save is complete when every rank has
-    reported it, and no request loads it before (LOADABLE_AFTER_COMMIT).
+    reported it, and no request loads its pages before (LOADABLE_AFTER_COMMIT).
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class WorkerSide:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], *, is_alone: bool = True) -> None:
         """Describe where every block's pages lie and allocate the pool. Called once, at start; may raise.
 
-        Another connector may write blocks in an order that no stream of the device knows. Next to one, the worker waits
-        for copies that must come first.
+        Another connector may write blocks in an order that no stream of the device knows. Next to such a connector, the
+        worker waits for copies that must come first.
         """
         if self._declined:
             self._start_to_report = WorkerStart(self._rank, 0, 0, copies_async=False, declined=self._declined)
@@ -131,16 +131,16 @@ class WorkerSide:
         )
 
     def enter(self, hook: Hook, jobs: StepJobs | None) -> None:
-        """Note that vLLM calls a hook, with the jobs of its step or None. Copies are recorded with that hook."""
+        """Record that vLLM calls a hook, with the jobs of its step or None. Copies are recorded with that hook."""
         self._clock.enter(hook, 0 if jobs is None else jobs.delivered)
         self._bound = jobs
 
     def gave(self, ends: Ends) -> None:
-        """Note the ends given to vLLM with this output, for the step's report."""
+        """Keep the ends given to vLLM with this output, for the step's report."""
         self._ends = ends
 
     def gave_unfilled(self, block_ids: set[int]) -> None:
-        """Note the blocks given to vLLM as not filled with this output, for the step's report."""
+        """Keep the blocks that this output reports to vLLM as not filled, for the step's report."""
         if block_ids:
             self._unfilled |= block_ids
 
@@ -160,7 +160,8 @@ class WorkerSide:
     def save(self, jobs: StepJobs) -> None:
         """Begin to copy out what has settled (`wait_for_save`), after everything that must come first.
 
-        Not before the forward: vLLM's prefix cache gives a request blocks that another one fills in this very step.
+        Not before the forward, because vLLM's prefix cache gives a request blocks that another request fills in this
+        very step.
         """
         self.load(jobs)
         for together in self._joined(jobs.saves):
@@ -189,7 +190,7 @@ class WorkerSide:
         return WorkerReports(tuple(reports), starts, steps) if reports or starts or steps else None
 
     def _take_step(self) -> tuple[StepReport, ...]:
-        """Report the step of this output, even without copies: that reveals a copy that was never made."""
+        """Report the step of this output, even without copies: the report reveals a copy that was never made."""
         jobs, self._bound = self._bound, None
         ends, self._ends = self._ends, Ends()
         unfilled, self._unfilled = self._unfilled, frozenset()
@@ -258,7 +259,7 @@ class WorkerSide:
     def _joined(self, saves: Sequence[PageJob]) -> Iterator[Sequence[PageJob]]:
         """Yield saves to copy in one call and report together: a call costs more than the pages of a chunk.
 
-        Not all at once, because a request may wait for any of them.
+        Not all saves at once, because a request may wait for any of them.
         """
         together: list[PageJob] = []
         num_pages = 0

@@ -1,4 +1,4 @@
-"""Decides whether to load when a request gets blocks, and which slots into which blocks.
+"""Decides whether to load when a request gets blocks, and which slots to load into which blocks.
 
 `num_external_tokens` of the allocation is what the scheduler accepts: at most what was answered, possibly 0.
 """
@@ -61,7 +61,7 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
 
 
 def _slots_of(pages: range, end_token: int, request: RequestRecord, projections: Projections) -> tuple[int, ...] | None:
-    """Return the slot with the longest image of each page; None if one is not stored.
+    """Return the slot with the longest image of each page; None if a page is not stored.
 
     Use whole chunks if they reach the end of the load, else the chunks before the tail, and the tail.
     """
@@ -80,7 +80,7 @@ def _slots_of(pages: range, end_token: int, request: RequestRecord, projections:
 def _slots_of_chunks(
     pages: range, end_token: int, request: RequestRecord, projections: Projections
 ) -> tuple[int, ...] | None:
-    """Return the slot of each page among the chunks of the first `end_token` tokens; None if one is not stored."""
+    """Return the slot of each page among the chunks of the first `end_token` tokens; None if a page is not stored."""
     geometry, pool = projections.geometry, projections.pool
     num_chunks = geometry.num_chunks_touched(end_token)
     slots = pool.slots_of(request.keys[:num_chunks]) if num_chunks <= len(request.keys) else None

@@ -7,7 +7,7 @@ Instead of a number, the answer may be "ask again", at most `max_deferred_lookup
 
 - A copy in flight brings more: a save or, with windows, any other request's load.
 - Another request loads the same chunks, and vLLM's prefix cache shares the blocks afterwards. Waiting for one such load
-  counts once. Loading the chunks twice would fill the device with copies (vllm#29087).
+  counts as one deferral. Loading the chunks twice would fill the device with copies (vllm#29087).
 
 Three limits exist only because of vLLM 0.32:
 
@@ -47,11 +47,11 @@ class _Hit(msgspec.Struct, frozen=True):
     """How far the host pool reaches, how far the request may load, and the copy that would let it load more."""
 
     num_tokens: int
-    """Tokens in the host pool, from the first one on."""
+    """Tokens in the host pool, counted from token 0."""
     end_token: int
     """Where a load may end: at most at `num_tokens`, and before the last token, which must be computed."""
     reason: MissReason
-    """Why it may not load more."""
+    """Why the request may not load more."""
     awaited: _Awaited | None = None
 
 
@@ -62,7 +62,7 @@ _VALUE_OF = {reason: reason.value for reason in MissReason}
 def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -> e.LookupAnswered | e.LookupDeferred:
     """Answer with the usable hit beyond what is computed, or ask the scheduler to ask again.
 
-    With `awaits_saves`, it waits for saves in flight that bring more.
+    With `awaits_saves`, the request waits for saves in flight that bring more.
     """
     request, projections, num_computed_tokens = turn.record, turn.projections, event.num_computed_tokens
     has_windows = projections.geometry.windows.has_any
@@ -87,7 +87,7 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
 
 
 def _deferred(turn: Turn, event: e.LookupRequested, job_id: int, *, is_shared: bool) -> e.LookupDeferred | None:
-    """Ask the scheduler to ask again when the copy is done; None if it was asked as often as allowed."""
+    """Defer the lookup until the copy is over; None if it was deferred as often as allowed."""
     num_deferred = turn.record.next_deferral(job_id, is_shared=is_shared)
     if num_deferred > turn.projections.configuration.max_deferred_lookups:
         return None
@@ -150,7 +150,7 @@ def _hit_before(key: bytes, num_tokens: int, end_token: int, projections: Projec
 def _with_tail(tail: Tail, hit: _Hit, event: e.LookupRequested) -> _Hit:
     """Add the tail, which only the request itself may load, if it follows the chunks of the hit."""
     if tail.first_token > hit.num_tokens and hit.awaited is not None:
-        # The chunks before the tail are being saved. When that is done, the tail is saved too, or still being saved.
+        # The chunks before the tail are being saved. After that, the tail is saved too, or still being saved.
         return replace(hit, awaited=_Awaited(hit.awaited.job_id, max(hit.awaited.end_token, tail.end_token)))
     if tail.first_token != hit.num_tokens:
         return hit
@@ -172,8 +172,8 @@ def _limited(hit: _Hit, event: e.LookupRequested, request: RequestRecord, projec
     if request.trust is TrustRegion.QUARANTINED:
         return _unusable(hit, MissReason.QUARANTINED)
     if request.first is FirstRegion.COMPUTES_FIRST:
-        # vLLM 0.32 keeps such a request first in the queue of those that hold blocks. Another asynchronous load may not
-        # fit into what vLLM leaves unreserved for the requests after it. Then no request gets blocks any more.
+        # vLLM 0.32 keeps such a request first in the queue of requests that hold blocks. Another asynchronous load may
+        # not fit into the blocks that vLLM leaves to the requests after it. Then no request gets blocks any more.
         return _unusable(hit, MissReason.LOAD_FAILED)
     if not configuration.offers_slow_loads and projections.costs.is_slower(event.time_ns):
         has_offer = hit.end_token > event.num_computed_tokens
@@ -201,11 +201,11 @@ def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections)
 
 
 def _load_of_another(request: RequestRecord, projections: Projections) -> Copy | None:
-    """Return another request's load that is in flight. With windows, no load begins before it is done.
+    """Return another request's load that is in flight. With windows, no load begins before that load is over.
 
-    vLLM 0.32 underestimates what a loaded request still needs: it counts the null blocks of its windows as blocks
-    (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several such requests could hold the whole
-    pool and wait for one another forever.
+    vLLM 0.32 underestimates the blocks that a loaded request still needs: it counts the null blocks of its windows as
+    blocks (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several such requests could hold the
+    whole pool and wait for one another forever.
     """
     loads = (job for job in projections.jobs if job.kind is CopyKind.LOAD and job.ordinal != request.ordinal)
     return next(loads, None)
@@ -216,13 +216,13 @@ def shared_load(
 ) -> Copy | None:
     """Return another request's load that brings blocks which this request would load, or None.
 
-    A burst of requests with one long prefix would load it once per request and fill the device with copies
+    A burst of requests with one long prefix would load the prefix once per request and fill the device with copies
     (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load when the load has ended
-    (`v1/core/sched/scheduler.py`, 0.32, `_update_waiting_for_remote_kv`). It shares those of a load within the step at
-    once, so no request has to wait for them.
+    (`v1/core/sched/scheduler.py`, 0.32, `_update_waiting_for_remote_kv`). It shares the blocks of a load within the
+    step at once, so no request has to wait for these.
 
-    A short common beginning counts too. If it is not shared, each conversation of a burst holds its own system prompt,
-    and a burst that fits without a connector causes preemptions.
+    A short common beginning counts too. Without sharing, each conversation of a burst holds its own system prompt, and
+    a burst that fits without a connector causes preemptions.
 
     `end_token` is where the request's own load would end. vLLM has `num_computed_tokens` of its tokens now.
     """
@@ -250,7 +250,7 @@ def _will_be_shared(load: Copy, projections: Projections) -> bool:
 
 
 def _shared_end(load: Copy, num_computed_tokens: int, request: RequestRecord, projections: Projections) -> int:
-    """Return the tokens up to where the load brings what the request lacks, in whole blocks; 0 if it brings nothing."""
+    """Return the number of tokens up to which the load helps the request, in whole blocks; 0 if it does not help."""
     geometry, keys = projections.geometry, request.keys
     first = num_computed_tokens // geometry.chunk_size
     if not load.chunks or load.chunks[0] > first:
@@ -261,6 +261,6 @@ def _shared_end(load: Copy, num_computed_tokens: int, request: RequestRecord, pr
     # A key hashes everything before it, so equal keys come first.
     num_shared = bisect_left(places, 1, key=lambda place: load.keys[offset + place] != keys[first + place])
     if num_shared <= 0 or (geometry.windows.has_any and num_shared < num_theirs):
-        return 0  # after an earlier boundary, a load leaves out what windows see
+        return 0  # a load leaves out pages that windows see only after an earlier boundary
     num_tokens = (first + num_shared) * geometry.chunk_size
     return num_tokens - num_tokens % geometry.block_size

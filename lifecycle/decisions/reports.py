@@ -33,10 +33,10 @@ def release_if_settled(turn: Turn) -> None:
 
 
 def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: Copy | None) -> None:
-    """Record a broken rule if a rank does not exist, reports again unasked, or reports no copy in flight.
+    """Record a broken rule if a rank does not exist, reports again unasked, or reports a copy that is not in flight.
 
-    The report itself is harmless. The first report of a rank about a save that was given up breaks no rule: the slots
-    of the save wait for it. `job` is the copy `job_id`; None if it is settled or was never issued.
+    The report itself is harmless. The first report of a rank about a save that was given up breaks no rule: the save's
+    slots wait for this report. `job` is the copy `job_id`; None if that copy is settled or was never issued.
     """
     projections = turn.projections
     foreign = [rank for rank in (*event.ranks_done, *event.ranks_failed) if rank >= projections.configuration.num_ranks]
@@ -65,12 +65,12 @@ def settle(turn: EngineTurn, job: Copy) -> None:
 
 
 def ask_after(turn: EngineTurn, job: Copy, *, before_forward: bool) -> None:
-    """Make the workers finish the copy and report it, again if they already have."""
+    """Make the workers finish the copy and report it, even if they have reported it before."""
     turn.decide(e.TransferAwaited(*job.life, job.job_id, before_forward, turn.cause))
 
 
 def give_up_unfenced(turn: EngineTurn, job: Copy) -> None:
-    """Fail a save from blocks that a step took without waiting for it. A worker may still write its slots."""
+    """Fail a save from blocks that a step took without waiting for the save. A worker may still write its slots."""
     _fail(turn, job, "a step took its blocks without waiting for it", quiet=False)
 
 

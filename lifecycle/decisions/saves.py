@@ -1,14 +1,14 @@
 """Decides which settled chunks to save, into which slots, and what is evicted for them.
 
-Only settled tokens are saved: a running step may still write the others, or a rejected draft take them back. A request
+Only settled tokens are saved: a running step may still write the others, or vLLM may reject them as drafts. A request
 is saved on three occasions:
 
-- Chunks settle while it computes: `save_settled`.
-- vLLM preempts it: `save_on_preemption`. The next step may overwrite the blocks that it lost.
-- It ends: `save_on_finish`. Other requests may ask for its prefix.
+- Chunks settle while the request computes: `save_settled`.
+- vLLM preempts the request: `save_on_preemption`. The next step may overwrite the blocks that the request lost.
+- The request ends: `save_on_finish`. Other requests may ask for its prefix.
 
-Each occasion gives the blocks to copy from, a `Source`. `plan_save` and `plan_tail` plan what to copy and what to
-evict; they change nothing. Then the evictions, the save, and what is declined are decided.
+Each occasion provides a `Source`: the blocks to copy from. `plan_save` and `plan_tail` plan what to copy and what to
+evict, and change nothing. `save_from` and `save_tail_from` then decide the evictions, the save, and what is declined.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     is_async: bool
     """Whether a copy may outlast its step. With windows it may not: vLLM frees the pages that a window leaves."""
     is_lost: bool
-    """Whether the next forward pass may overwrite the blocks, so a copy within the step precedes it."""
+    """Whether the next forward pass may overwrite the blocks, so that a copy within the step precedes that pass."""
 
 
 class Declined(msgspec.Struct, frozen=True, gc=False):
@@ -163,7 +163,7 @@ def savable_pages(
     num_settled_tokens: int,
     window_freed_at: int | None,
 ) -> SavablePages | None:
-    """Return the pages of a table of the request that a save can copy; None (all) if no group has a window.
+    """Return the pages of one of the request's tables that a save can copy; None (all) if no group has a window.
 
     A load should be able to end after the last whole chunk, and at the boundary that an earlier lookup of this request
     could not use because pages were missing.
@@ -179,8 +179,8 @@ def _num_written_tokens(turn: Turn, event: e.RequestFinished) -> int:
     """Return how many tokens the blocks of the ended request hold.
 
     - The last sampled token was never computed, so its place in the last block was never written (vllm#54193).
-    - Tokens on which no step has computed may be those of a failed load. A load within the last step precedes what was
-      computed; if it fails, so does the save.
+    - Tokens on which no step has computed may be those of a failed load. A load within the last step precedes the
+      computed tokens; if the load fails, the save fails too.
     """
     num_computed_tokens = turn.projections.tracker.num_computed_tokens(turn.record)
     return min(num_intact_tokens(event), event.num_tokens - 1, num_computed_tokens)
@@ -238,7 +238,7 @@ def _pages_to_copy(chunks: Sequence[int], missing: Mapping[int, Sequence[int]], 
 def _missing_pages(
     keys: Sequence[bytes], pool: Pool, geometry: Geometry, savable: SavablePages, chunks: Iterable[int]
 ) -> Mapping[int, Sequence[int]]:
-    """Chunk → its pages that are not stored and can be, ascending; chunks without any are left out.
+    """Chunk → its pages that are not stored and can be copied, ascending; chunks without such pages are left out.
 
     A stored chunk may lack pages of groups with a window, because the request that saved it no longer saw them.
     """

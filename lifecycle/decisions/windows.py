@@ -18,7 +18,7 @@ from kvledger.lifecycle.projections.request_record import RequestRecord
 
 
 class SavablePages(msgspec.Struct, frozen=True):
-    """The pages of a block table that a save can copy and that are worth it.
+    """The pages of a block table that a save can copy and that are worth a copy.
 
     - All pages of groups without a window.
     - Pages that the next token sees. The request still holds them.
@@ -30,7 +30,7 @@ class SavablePages(msgspec.Struct, frozen=True):
     block_ids: Sequence[int]
     num_settled_tokens: int
     window_freed_at: int | None
-    """Tokens that were settled when windows freed pages that are still intact; None: they freed none."""
+    """Settled tokens when vLLM freed window pages that are still intact; None: there are no such pages."""
     boundaries: tuple[int, ...]
     """Tokens after which a load should be able to end."""
 
@@ -64,7 +64,7 @@ class SavablePages(msgspec.Struct, frozen=True):
 
 
 def last_boundary(num_tokens: int, request: RequestRecord, projections: Projections) -> int:
-    """Return the longest prefix, of at most `num_tokens` tokens that are hit, after which a load may end."""
+    """Return the tokens of the longest prefix after which a load may end, at most `num_tokens`, which are hit."""
 
     def is_stored(page: int, end_token: int) -> bool:
         return slot_of_page(page, end_token, request, projections) != NO_SLOT

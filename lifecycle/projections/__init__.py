@@ -1,7 +1,8 @@
 """Projections compute kvledger's state from the events of a log. `Projections` combines those of one log.
 
-Before an event is folded, its subject is found and the transition tables say whether the request's states refuse it.
-The ledger, a replay and all readers therefore fold an illegal observation the same way, as the core's gating says.
+Before `Projections` folds an event, it finds the event's subject. The transition tables say whether the request's
+states refuse the event. The ledger, a replay and all readers therefore fold an illegal observation the same way, as
+the core's gating says.
 
 Nothing here drops an event, reads a clock or does I/O. Folding a recorded event never fails.
 """
@@ -47,11 +48,11 @@ __all__ = ["CORE_PROJECTIONS", "Fold", "Projection", "ProjectionSpec", "Projecti
 OWED = ("owed",)
 """First phase: pending jobs and ends, so that they are known even if a later fold fails. Reads no other projection."""
 RECORDS = ("extensions", "sub_states", "tracker")
-"""Second phase: one record per request. `sub_states` needs the state that `tracker` changes, so it folds first."""
+"""Second phase: one record per request. `sub_states` needs the state before the event, so it precedes `tracker`."""
 IMAGES = ("slots", "jobs", "lookup_cache", "pool", "costs")
 """Third phase: everything computed from the records."""
 CORE_PROJECTIONS = (*OWED, *RECORDS, *IMAGES)
-"""The core's projections, in the order in which they fold. Those of extensions follow in the order of declaration.
+"""The core's projections, in the order in which they fold. An extension's projections follow in order of declaration.
 
 Otherwise the order within a phase does not matter; a test folds in other orders.
 """
@@ -65,7 +66,7 @@ class ProjectionSpec:
     """How to create one projection of an extension."""
 
     name: str
-    """The attribute of `Projections` that holds it."""
+    """The attribute of `Projections` that holds the projection."""
     make: Callable[[Projections], Projection]
     """Called after the core's projections and the extension projections declared before it exist."""
 
@@ -106,7 +107,7 @@ class Projections:
             tables: the transition tables.
             configuration: the log's configuration.
             added: the projections of extensions.
-            keepers: extension name → whether it wants a chunk evicted after all others.
+            keepers: extension name → function that says whether the extension wants a chunk evicted after all others.
             only: names of the projections that fold; the others stay empty. Default: all.
         """
         self.tables = tables
@@ -228,9 +229,9 @@ class Projections:
         return subject
 
     def follow(self, calls: Mapping[type[Event], Fold]) -> None:
-        """Call these with each later event of their class, its sequence number and its subject.
+        """Call each function with every later event of its class, the event's sequence number and its subject.
 
-        They run after `Owed` has folded the event and before the other projections do. They do not get refused events.
+        They run after `Owed` has folded the event and before the other projections do. They get no refused events.
         """
         for event_class, call in calls.items():
             route = self._routes[event_class]

@@ -30,7 +30,7 @@ class Before(msgspec.Struct, frozen=True, gc=False):
 class Subject(msgspec.Struct, frozen=True, gc=False):
     """The request or copy that an event is about, found before the event is folded.
 
-    An observation is about the current life of its request id, `RequestArrived` about the previous one. A decision is
+    An observation is about the current life of its request id, `RequestArrived` about the previous life. A decision is
     about the life that it names, until that life is released.
     """
 
@@ -43,12 +43,15 @@ class Subject(msgspec.Struct, frozen=True, gc=False):
     before: Before | None = None
     """State and blocks of the request just before the event; None for decisions."""
     is_refused: bool = False
-    """Whether the request's states refuse the observation; also if the event can be refused and the request is unknown.
+    """Whether the request's states refuse the observation; also if the request is unknown and the event can be refused.
 
     Only the projections in `Gating.closed_fold` fold a refused event.
     """
     refused_rows: Mapping[int, Before] = MappingProxyType({})
-    """Ordinal → states of a request that a step schedules although they refuse it. The step is folded anyway."""
+    """Ordinal → states of a request before a step that schedules it although these states refuse that.
+
+    The step is folded anyway.
+    """
     copy: Copy | None = None
     """The copy that the event settles; None if that copy is not in flight, and for other events."""
 
@@ -59,15 +62,15 @@ NO_SUBJECT = Subject()
 class Projection:
     """One fold of the log. Subclass it: methods marked `@on(...)` are called with an event and its sequence number.
 
-    In the core's projections, except `Owed`, they also get the event's `Subject`. A projection with memory keeps all of
-    it in `state`, a struct of plain fields.
+    In the core's projections, except `Owed`, these methods also get the event's `Subject`. Everything that a projection
+    remembers is in `state`, a struct of plain fields.
     """
 
     def index(self) -> None:
         """Recompute everything derived from the state, once the states of all projections are in place."""
 
     def check(self) -> None:
-        """Check a state that was read, before `index`, for what folds rely on and types do not express.
+        """Check a restored state, before `index`, for conditions that folds rely on and types do not express.
 
         Raises:
             ValueError: no fold produces such a state, and a later fold could fail on it.

@@ -1,4 +1,4 @@
-"""Tokens of each life that are computed or in flight after the last step, and which lives decode one per step.
+"""Tokens of each life that are computed or in flight after the last step, and the lives that decode one token per step.
 
 While a request decodes one token per step, its count follows from the number of steps. A step of 256 decoding requests
 therefore costs nothing here, and the log contains only what differs from this expectation.
@@ -43,7 +43,7 @@ class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
         ]
 
     def set(self, ordinal: int, num_computed_tokens: int) -> None:
-        """Set the computed tokens of a life. It is no longer expected to decode."""
+        """Set the computed tokens of a life. The life is no longer expected to decode."""
         self.decoding.pop(ordinal, None)
         self.last_counts[ordinal] = num_computed_tokens
 

@@ -40,8 +40,8 @@ class CopyKind(enum.StrEnum):
 class Copy(msgspec.Struct, gc=False):
     """One load or save, until it is settled and nothing about it is left to deliver.
 
-    Its job id identifies it, never its request. The request may be preempted or finished, or its id reused, while the
-    copy still runs.
+    The job id identifies a copy; the request id does not. The request may be preempted or finished, or its id reused,
+    while the copy still runs.
     """
 
     # --- what was decided ----------------------------------------------------------------------
@@ -58,7 +58,7 @@ class Copy(msgspec.Struct, gc=False):
     work: WorkRegion = WorkRegion.ISSUED
     source: SourceRegion = SourceRegion.OWNED
     ranks_done: tuple[Int64, ...] = ()
-    """Ascending, like all ranks here."""
+    """Ascending, as in every field with ranks."""
     ranks_failed: tuple[Int64, ...] = ()
     repeated_ranks: tuple[Int64, ...] = ()
     """Ranks in the last report that had reported before and were not asked again."""
@@ -69,7 +69,7 @@ class Copy(msgspec.Struct, gc=False):
     keys: tuple[bytes, ...] = ()
     """Keys of `chunks`, as the request had them when the copy was issued."""
     earlier_keys: tuple[tuple[ChunkNumber, bytes], ...] = ()
-    """(chunk, key) of chunks that end earlier in the blocks of a save. The saved pages contain them too."""
+    """(chunk, key) of chunks that end earlier in a save's blocks. The saved pages contain these chunks too."""
     epoch: Count = 0
     """Number of cache resets before the copy was issued."""
     asked_step: Count = 0
@@ -99,9 +99,9 @@ class LoadEnd(enum.StrEnum):
     ARRIVED = "arrived"
     """The load is complete; the connector has not reported it to vLLM yet."""
     FAILED = "failed"
-    """The load failed; no worker was asked to report it yet."""
+    """The load failed; no worker was asked to report the failure yet."""
     WITH_WORKERS = "with_workers"
-    """Workers were asked to report the failure; vLLM has not received it yet."""
+    """Workers were asked to report the failure; vLLM has not received the report yet."""
 
 
 class BlocksEnd(enum.StrEnum):
@@ -113,9 +113,9 @@ class BlocksEnd(enum.StrEnum):
     KEPT_FOR_COPY = "kept_for_copy"
     """Saves still read the blocks."""
     FREE_AGAIN = "free_again"
-    """No save reads the blocks; no worker was asked to report it yet."""
+    """No save reads the blocks any more; no worker was asked to report that yet."""
     WITH_WORKERS = "with_workers"
-    """Workers were asked to report that the blocks are free; vLLM has not received it yet."""
+    """Workers were asked to report that the blocks are free; vLLM has not received the report yet."""
 
 
 class OwedEnds(msgspec.Struct):
@@ -162,11 +162,11 @@ class Ready(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...] = ()
     """Blocks that vLLM relies on and that no copy will fill."""
     failed: Mapping[int, str] = {}
-    """Ordinal → request id, of lives whose asynchronous load failed. Each worker reports them to vLLM."""
+    """Ordinal → request id, of lives whose asynchronous load failed. Each worker reports these requests to vLLM."""
     sent: Mapping[int, str] = {}
-    """Ordinal → request id, of ended lives whose blocks no copy reads. Each worker reports them to vLLM."""
+    """Ordinal → request id, of ended lives whose blocks no copy reads. Each worker reports these requests to vLLM."""
     received: Mapping[int, str] = {}
-    """Ordinal → request id, of lives whose asynchronous load is complete. The connector reports them to vLLM."""
+    """Ordinal → request id, of lives whose asynchronous load is complete. The connector reports these requests."""
     reported: tuple[int, ...] = ()
     """Ordinals of lives whose end vLLM has received from the workers."""
 

@@ -1,8 +1,8 @@
 """The measured costs of loading a token from the host pool and of computing it, in nanoseconds per token.
 
-Both are measured from the log alone. Reports of loads contain their durations. The cost of computing is the slope of
-step duration over tokens, by least squares, with its error. If loading costs more than computing, loads are not worth
-offering, until a later load is faster. This module must not know the decisions that use it.
+Both costs are measured from the log alone. Reports of loads contain their durations. The cost of computing is the
+least-squares slope of step duration over tokens, with its standard error. If loading costs more than computing, loads
+are not worth offering until a later load is faster. This module must not know the decisions that use the costs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.projections.tracker import RequestTracker
 
 NUM_STEPS = 8
-"""Steps per sample. With two steps in flight, the cost of one shows in the duration of the next; a sum evens it out."""
+"""Steps per sample. With two steps in flight, one step's cost shows in the next one's duration; a sum evens it out."""
 MAX_SAMPLES = 64
 MIN_SAMPLES = 8
 MIN_LOADS = 8
-"""Loads to measure before loads may be declined. While they are declined, one measured load decides again."""
+"""Loads to measure before loads may be declined. While loads are declined, one measured trial load decides again."""
 NUM_ERRORS = 2
 """Standard errors by which computing may be slower than measured.
 
-On a busy machine the measured cost of a token was between nothing and ten times its true cost, and loads were refused
-that took a fifth of it.
+On a busy machine the measured cost of a token was between nothing and ten times its true cost, and loads that took a
+fifth of the true cost were refused.
 """
 MARGIN = 5, 4
 """Loads are declined if they cost more than 5/4 of computing, and offered again if they cost less than 4/5."""
@@ -44,9 +44,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """The measurements and the conclusion from them."""
 
     samples: list[tuple[SumOfTokens, Int64]] = []
-    """(tokens, nanoseconds) of `NUM_STEPS` consecutive steps each, the oldest first."""
+    """(sum of tokens, duration in nanoseconds) of each series of `NUM_STEPS` steps, the oldest first."""
     steps: list[tuple[NumTokens, TimeNs]] = []
-    """(tokens, time scheduled) of the steps in the next sample, which ends when the step after them is scheduled."""
+    """(tokens, time scheduled) of steps in no sample yet. A sample ends when the step after its last is scheduled."""
     loading: dict[JobId, tuple[NumTokens, bool]] = {}
     """Job id of a load in flight → its tokens, and whether a step waits for it."""
     loads: list[tuple[NumTokens, DurationNs]] = []
@@ -109,7 +109,7 @@ class TokenCosts(Projection):
             state.loads.clear()
 
     def _costs_more(self) -> bool:
-        """Whether loading costs more than computing by `MARGIN`, even if computing is slower by `NUM_ERRORS` errors."""
+        """Whether loading costs more than computing by `MARGIN`, even if computing is slower by this many errors."""
         loads, samples = self.state.loads, self.state.samples
         count = len(samples)
         if count < MIN_SAMPLES:

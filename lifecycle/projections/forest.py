@@ -1,16 +1,16 @@
-"""The order in which the host pool evicts chunks: a forest of chunk keys, and a queue of those that may leave.
+"""The order in which the host pool evicts chunks: a forest of chunk keys, and a queue of the keys that may leave.
 
 A key hashes its chunk and all chunks before it, so the keys of all prompts form trees: the parent of a key is the key
-of the chunk before it. A chunk is useless without those before it. Therefore only leaves are evicted, and the holder of
-a prefix holds only its last key.
+of the chunk before it. A chunk is useless without the chunks before it. Therefore only leaves are evicted, and to hold
+a prefix means to hold its last key.
 
-The queue works like vLLM's queue of free blocks (`v1/core/block_pool.py`). A held leaf is not in it, and comes to the
-end when it is let go. When a leaf is evicted, its parent takes its place. A leaf that gets a child leaves the queue,
-because the child gets a later place. A prefix therefore has one place, whatever its length. The order is as if every
-use made all chunks of a prefix the most recently used ones, with the deepest as the oldest of them.
+The queue works like vLLM's queue of free blocks (`v1/core/block_pool.py`). A held leaf is not in the queue; it joins at
+the end when it is let go. When a leaf is evicted, its parent takes its place. A leaf that gets a child leaves the
+queue, because the child gets a later place. A prefix therefore has one place, whatever its length. The order is as if
+every use made all chunks of a prefix the most recently used ones, with the deepest as the oldest of them.
 
-A *ghost* is a node that is not in the pool but is held, itself or by a node after it: a save in flight will add it, or
-it has the tail of a preempted request. It protects the chunks before it until it is let go.
+A *ghost* is a node that is not in the pool but has a holder, directly or at a node after it: a save in flight that will
+add its chunk, or a preempted request that will come back for it. A ghost protects the chunks before it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Walk:
         self.spare = spare
         self.stays = stays
         self.num_left: dict[bytes, int] = {}
-        """Node with several children, or with its own place → its children left if the chunks found so far leave."""
+        """Node with several children, or with its own place → its children left if all chunks found so far leave."""
         self.passed: set[bytes] = set()
-        """Nodes that come before their last child in the queue. They leave right after it."""
+        """Nodes that come before their last child in the queue. Each leaves right after that child."""
         self.put_off: list[bytes] = []
         """Leaves that come after all others."""
 
@@ -88,7 +88,7 @@ class Forest:
     # --- holding -------------------------------------------------------------------------------
 
     def hold(self, keys: Sequence[bytes], end: int) -> bytes | None:
-        """Hold the first `end` keys of a prompt, in the pool or not. Return the key to let go, or None."""
+        """Hold the first `end` keys of a prompt, in the pool or not. Return the last of them, for `let_go`, or None."""
         end = min(end, len(keys))
         if end <= 0:
             return None
@@ -164,7 +164,7 @@ class Forest:
             self._order.move_to_end(node)
 
     def _bearer(self, node: bytes | None) -> bytes | None:
-        """Return the node with the place of this one: for a ghost, the chunk before it. None if that one is held."""
+        """Return the node with the place of this one: for a ghost, the chunk before it. None if the result is held."""
         while node is not None and node not in self._committed and node not in self._num_holders:
             node = self._parent_of[node]
         return None if node in self._num_holders else node
@@ -237,9 +237,9 @@ class Forest:
         return True
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Remove chunks that have left the pool from the front of the queue.
+        """Remove the chunks that the pool has evicted from the front of the queue.
 
-        The chunks before them take their places. A node that is held or has a child stays as a ghost.
+        The chunk before each one takes its place. A node that is held or has a child stays as a ghost.
         """
         order, leaves, gone = self._order, self._leaves, set(keys)
         num_places = sum(map(order.__contains__, gone))
@@ -258,12 +258,12 @@ class Forest:
             order.move_to_end(key, last=False)
 
     def forget(self, key: bytes) -> None:
-        """Remove a chunk that the pool has lost, wherever its place is. The chunk before it takes that place."""
+        """Remove a chunk that the pool has lost, wherever it is in the queue. The chunk before it takes its place."""
         if key in self._num_holders or key not in self._parent_of:
             return
         has_place = key in self._order
         later = list(takewhile(key.__ne__, reversed(self._order))) if has_place else []
-        """Nodes after it in the queue, the last one first. Usually none, because the chunk has just been used."""
+        """Nodes after the chunk in the queue, the last one first. Usually none: the chunk has just been used."""
         self._order.pop(key, None)
         node = self._bearer(self._cut(key) if key in self._leaves else key)
         if has_place and node not in later:

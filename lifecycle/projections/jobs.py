@@ -47,8 +47,8 @@ class Jobs(Projection):
         copies = self._owed.state.copies.values()
         self._in_flight = {copy.job_id: copy for copy in copies if copy.work in IN_FLIGHT}
         self.given_up = {copy.job_id: copy for copy in copies if copy.work is WorkRegion.GIVEN_UP}
-        """Job id → save that was given up without a report. Until every rank reports, it may still write its slots."""
-        # Called several times per event, so it is the dict's own method.
+        """Job id → save given up without a report. Until every rank reports, its slots may still be written."""
+        # Called several times per event, so `get` is the dict's own method.
         self.get: Callable[[int], Copy | None] = self._in_flight.get
         """Returns the copy, or None once it is settled or given up."""
         self._of_ordinal: dict[int, set[int]] = {}
@@ -69,7 +69,7 @@ class Jobs(Projection):
 
     @property
     def late_ends(self) -> list[Copy]:
-        """Saves that were given up and that the current report ends."""
+        """Saves that were given up and that every rank has reported with the current report."""
         return self._owed.late_ends
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Jobs(Projection):
             if copy.asked_step < overdue_step and copy.asked_ns < overdue_ns:
                 overdue.append(copy)
             elif copy.work is WorkRegion.ISSUED and copy.source is SourceRegion.OWNED:
-                break  # later ones were issued later
+                break  # the copies after it were issued later
         return overdue
 
     def of_life(self, ordinal: int) -> list[Copy]:
@@ -97,7 +97,7 @@ class Jobs(Projection):
         return [self._in_flight[job_id] for job_id in sorted(self._of_ordinal.get(ordinal, ()))]
 
     def reads_blocks_of(self, ordinal: int) -> list[Copy]:
-        """Return the asynchronous saves in flight out of blocks that this life still holds."""
+        """Return the asynchronous saves in flight that read blocks which this life still holds."""
         if ordinal not in self._of_ordinal:
             return []
         return [
@@ -208,7 +208,7 @@ class Jobs(Projection):
 
     @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed, sequence: int, subject: Subject) -> None:
-        for copy in self.of_life(event.ordinal):  # saved on top of it, even if the request has ended
+        for copy in self.of_life(event.ordinal):  # saves of tokens on top of the load, even if the request has ended
             if copy.kind is CopyKind.SAVE and copy.generation == event.generation and copy.job_id > event.job_id:
                 copy.is_doubtful = True
         self._settled(event, sequence, subject)

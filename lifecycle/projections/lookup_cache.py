@@ -1,8 +1,8 @@
-"""The lookup cache: how many chunks the last lookup of each request found, and whether that is still true.
+"""The lookup cache: how many chunks the last lookup of each request found, and whether that number is still true.
 
-It never caches the answer, which depends on the call's `num_computed_tokens`. A cached hit carries the versions of its
-inputs (the request's generation and keys, and the pool), so an outdated hit is never used. LMCache's cached lookup
-carried none of them and killed the engine (LMCache#2158).
+The lookup cache never has the answer, which depends on the call's `num_computed_tokens`. A cached hit carries the
+versions of its inputs (the request's generation and keys, and the pool), so an outdated hit is never used. LMCache's
+cached lookup carried no versions and killed the engine (LMCache#2158).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvledger.lifecycle.ranges import Count, Generation, Ordinal
 
 
 class CachedHit(msgspec.Struct, frozen=True, gc=False):
-    """The number of committed chunks from the first one on, and the versions that it was counted for."""
+    """Number of committed chunks from the request's first one on, and the versions of the inputs of this count."""
 
     num_chunks: Count
     last_key: bytes
@@ -51,7 +51,7 @@ class LookupCache(Projection):
         """Count the committed chunks from the request's first token on, whatever was answered. Changes nothing.
 
         It counts only what may have changed since the last lookup. Chunks leave the pool from the end of a prefix, so
-        all chunks of the last hit are there as long as its last chunk is.
+        all chunks of the last hit are in the pool as long as its last chunk is.
         """
         keys, pool = request.keys, self._pool.state
         hit, start = self.state.hits.get(request.ordinal), 0

@@ -1,9 +1,9 @@
 """Everything still to be delivered: copies to the workers, and ends to vLLM (see `copies.py`).
 
-vLLM gets one end for each asynchronous load and each delayed free. It identifies them by request id only and fails an
-assertion on a second one, so no other module decides about ends. Where possible they follow from observations: this
-projection counts ranks itself, so waits end even after kvledger has stopped deciding. It folds first and reads no other
-projection. `jobs.py` says what a copy means for the cache.
+vLLM gets one end for each asynchronous load and each delayed free. vLLM identifies ends by request id only and
+fails an assertion on a second one, so no other module decides about ends. Where possible, ends follow from
+observations: this projection counts ranks itself, so waits end even after kvledger has stopped deciding. `Owed` folds
+first and reads no other projection. `jobs.py` says what a copy means for the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """The queues, in the order in which entries became pending: the log contains that order."""
 
     present: dict[str, LifeOrdinal] = {}
-    """Request id → ordinal of its current life, until that ends."""
+    """Request id → ordinal of its current life, until that life ends."""
     copies: dict[JobId, Copy] = {}
     """Job id → copy, until it is settled and nothing about it is pending."""
     unsent: dict[JobId, Issued] = {}
@@ -50,17 +50,17 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     ends: dict[LifeOrdinal, OwedEnds] = {}
     """Ordinal → ends that vLLM waits for, or was promised."""
     failed: dict[LifeOrdinal, None] = {}
-    """Lives whose load failed; no worker was asked to report it yet."""
+    """Lives whose load failed; no worker was asked to report the failure yet."""
     sent: dict[LifeOrdinal, None] = {}
-    """Lives whose blocks are free; no worker was asked to report it yet."""
+    """Lives whose blocks are free; no worker was asked to report that yet."""
     received: dict[LifeOrdinal, None] = {}
     """Lives whose load is complete; vLLM has no report yet."""
     to_report: dict[LifeOrdinal, None] = {}
-    """Lives whose end workers were asked to report; vLLM has not received it yet."""
+    """Lives whose end the workers were asked to report; vLLM has not received that end yet."""
     block_ids: list[BlockId] = []
     """Blocks that vLLM relies on and that no copy will fill."""
     closed_at: Sequence = 0
-    """Sequence number of the last failed `build_connector_meta`. Jobs issued before it missed their step."""
+    """Sequence number of the last failed `build_connector_meta`. Jobs issued before that missed their step."""
 
 
 class Owed(Projection):
@@ -136,9 +136,9 @@ class Owed(Projection):
         return tuple([ordinal for ordinal in to_report if ends[ordinal].request_id in known])
 
     def early_receipt(self, request_id: str) -> int:
-        """Return the life of the request whose load is not over, or whose failure no worker was asked to report yet.
+        """Return the request's life whose load is not over, or has failed and no worker was asked to report that yet.
 
-        `NO_LIFE` if there is none. If an end of its load is reported now, it comes from another connector.
+        `NO_LIFE` if there is none. If an end of this load is reported now, another connector reported it.
         """
         ends = self.state.ends
         if not ends:
@@ -148,7 +148,7 @@ class Owed(Projection):
         return next((life for life in lives if life in ends and ends[life].load in not_reported), e.NO_LIFE)
 
     def early_release(self, request_id: str) -> int:
-        """Return the ended life of the request whose blocks a copy uses, or whose end no worker was asked to report.
+        """Return the request's ended life whose blocks a copy uses, or whose end no worker was asked to report.
 
         `NO_LIFE` if there is none.
         """
@@ -240,7 +240,7 @@ class Owed(Projection):
                 its.load = LoadEnd.CLAIMED
         if its is None or its.load is LoadEnd.NONE:
             state.block_ids.extend(event.block_ids)
-        elif its.load is LoadEnd.CLAIMED:  # otherwise its job is recorded, and ends by itself
+        elif its.load is LoadEnd.CLAIMED:  # otherwise the load's job is recorded, and ends by itself
             its.load = LoadEnd.FAILED
             state.failed[ordinal] = None
 
@@ -325,7 +325,7 @@ class Owed(Projection):
         self.reported, self.late_ends = {}, []
         for job_id in event.job_ids:
             if job_id in state.unsent:
-                # A job that breaks vLLM's contract may name others' blocks. `LoadRefused` has the promised blocks.
+                # A job that breaks vLLM's contract may name blocks of others. `LoadRefused` has the promised blocks.
                 self._never_given(job_id, is_counted_on=bool(event.withheld) and event.withheld != e.Withheld.CONTRACT)
             if job_id not in self.reported:
                 copy = state.copies.get(job_id)
@@ -382,7 +382,7 @@ class Owed(Projection):
             self.state.block_ids.extend(job.block_ids)
 
     def _end(self, copy: Copy, *, has_failed: bool) -> None:
-        """Handle an asynchronous copy that is over. vLLM's end may become pending."""
+        """Handle an asynchronous copy that is over. The end that vLLM waits for may become pending."""
         state, ordinal = self.state, copy.ordinal
         del state.under_way[copy.job_id]
         its = state.ends.get(ordinal)
@@ -444,7 +444,7 @@ class Owed(Projection):
             self._close(ordinal)
 
     def _close(self, ordinal: int) -> None:
-        """Close both ends of a life: vLLM has received one, and it gets no other."""
+        """Close both ends of a life: vLLM has received one of them and gets no other."""
         state = self.state
         its = state.ends.get(ordinal)
         if its is not None:

@@ -34,7 +34,7 @@ _MANY = 4
 
 
 class SlotsState(msgspec.Struct, forbid_unknown_fields=True):
-    """Which slots are taken, and the order in which the others will be."""
+    """Which slots are taken, and the order in which the others will be taken."""
 
     num_touched: NumSlots = 0
     """One more than the largest slot ever taken."""
@@ -149,7 +149,7 @@ class HostSlots(Projection):
         return True
 
     def release(self, slots: Sequence[int], *, failed: bool = False) -> None:
-        """Remove a reference from each slot; the last one frees it. `failed`: the reference was for a failed save."""
+        """Remove a reference from each slot; a slot without references is free. `failed`: a save into them failed."""
         references, free = self.state.references, self.state.failed if failed else self.state.free
         if len(slots) >= _MANY and _have_count_1(references, slots):
             deque(map(references.__delitem__, slots), 0)
@@ -168,21 +168,21 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """The chunks and their holders. Chunks are only bytes and ints, which Python's garbage collector does not visit."""
 
     committed: dict[bytes, bytes] = {}
-    """Chunk → its slots, 8 bytes each, for every chunk that can be looked up."""
+    """Key of a chunk that can be looked up → its slots, 8 bytes each."""
     parent_of: dict[bytes, bytes | None] = {}
-    """Chunk → the chunk before it in its prompt; also for ghosts. Parents come first."""
+    """Key of a chunk or ghost → key of the chunk before it in the prompt, or None. Parents come first."""
     queue: Queue = msgspec.field(default_factory=Queue)
     """The order in which chunks leave; see `Forest`."""
     promised: dict[Ordinal, bytes] = {}
-    """Ordinal → last chunk that the life's pending answer promised."""
+    """Ordinal → key of the last chunk that the life's pending answer promised."""
     wanted: dict[Ordinal, bytes] = {}
-    """Ordinal of a preempted life → last whole chunk that it had and will come back for."""
+    """Ordinal of a preempted life → key of the last whole chunk that the life had and will come back for."""
     copying: dict[JobId, bytes] = {}
-    """Job id of a copy in flight → last chunk that it reads or adds."""
+    """Job id of a copy in flight → key of the last chunk that the copy reads or adds."""
     num_added: Count = 0
     """Number of times that chunks were added."""
     num_torn: Count = 0
-    """Number of times that a chunk may be missing before others that are in the pool."""
+    """Number of times that a change of the pool may have left chunks without the chunks before them."""
 
     def check(self) -> None:
         """Check that all held and queued chunks exist, and that parents come first.
@@ -280,12 +280,12 @@ class Pool(Projection):
 
     @property
     def promised(self) -> Mapping[str, Sequence[bytes]]:
-        """Request id → chunks that its pending answer promised, from the first one on."""
+        """Request id → chunks that the request's pending answer promised, from chunk 0 on."""
         return self._paths(self.state.promised)
 
     @property
     def wanted(self) -> Mapping[str, Sequence[bytes]]:
-        """Request id → chunks that it had when it was preempted and will come back for, from the first one on."""
+        """Request id → chunks that the preempted request had and will come back for, from chunk 0 on."""
         return self._paths(self.state.wanted)
 
     def _paths(self, holds: Mapping[int, bytes]) -> Mapping[str, Sequence[bytes]]:
@@ -313,11 +313,11 @@ class Pool(Projection):
     # --- room ----------------------------------------------------------------------------------
 
     def victims(self, num_slots: int, keys: Sequence[bytes], end_chunk: int) -> Victims:
-        """Return the chunks to evict to free this many slots, or all that may leave if they are too few.
+        """Return the chunks to evict to free this many slots; all that may leave if these free too few.
 
         Args:
             num_slots: slots needed beyond the free ones; if not positive, no chunk leaves.
-            keys: keys of the request that saves. Its beginning stays, because it is worth more than its end.
+            keys: keys of the request that saves. Its first chunks stay, because they are worth more than its last.
             end_chunk: number of the chunk after those that the request has saved or is saving.
         """
         if num_slots <= 0:
@@ -329,7 +329,7 @@ class Pool(Projection):
         num_left: dict[int, int] = {}
         """Slot → references left if the victims leave."""
         while num_freed < num_slots:
-            # A chunk frees at most its own pages, so it takes at least this many.
+            # A chunk frees at most its own pages, so at least this many chunks must leave.
             more = list(islice(leaving, -(-(num_slots - num_freed) // num_pages)))
             if not more:
                 break

@@ -15,7 +15,7 @@ from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, 
 class Tail(msgspec.Struct):
     """The partly filled last chunk of a preempted request. Only the same life of the request may load it.
 
-    It ends where the request's written tokens end. It is not a whole chunk, so it has no chunk key.
+    The tail ends where the request's written tokens end. It is not a whole chunk, so it has no chunk key.
     """
 
     job_id: JobId
@@ -38,7 +38,7 @@ class RequestRecord(msgspec.Struct):
     """Number of this life. Request ids may be reused, ordinals never are."""
     num_prompt_tokens: NumTokens
     num_tokens: SumOfTokens
-    """Prompt and output tokens, as of the last event that has the number. A rollback keeps all that were computed."""
+    """Prompt and output tokens, as of the last event that has the number. A rollback removes no computed token."""
 
     # --- states; `table.py` has their transitions --------------------------------------------
     state: RequestState = RequestState.NEW
@@ -64,18 +64,18 @@ class RequestRecord(msgspec.Struct):
     lost_block_ids: array | None = None  # type: ignore[type-arg]
     """Block table lost since the last step. The blocks' contents are intact until the next step's forward pass."""
     window_freed_at: NumTokens | None = None
-    """Settled tokens when vLLM last freed pages that a window had left; None: it freed none since the last step.
+    """Settled tokens when vLLM last freed pages that a window had left; None: vLLM freed none since the last step.
 
     Pages that a window left later are intact until the next step's forward pass.
     """
     window_freed_before_step: NumTokens | None = None
-    """`window_freed_at` before the last step. Pages that a window left later are intact until its forward pass."""
+    """`window_freed_at` before the last step. Pages that a window left later are intact until that step's forward."""
 
     # --- lookups -------------------------------------------------------------------------------
     answer: e.LookupAnswered | None = None
     """The last answer, until an allocation claims it.
 
-    A refused preemption and a rollback keep it, so it may be from an earlier generation.
+    A refused preemption and a rollback keep the answer, so it may be from an earlier generation.
     """
     answered_at: SequenceNumber = 0
     """Sequence number of that answer."""
@@ -86,13 +86,13 @@ class RequestRecord(msgspec.Struct):
     deferred_for: JobId = 0
     """Id of the copy for which the last lookup was deferred; 0 if it was answered."""
     wanted_boundary: Int64 = 0
-    """Tokens after which a load could have ended if a window's pages had been stored; 0: none. Saves include them."""
+    """Tokens after which a load could have ended with a window's missing pages; 0: none. Saves include these pages."""
 
     # --- chunks --------------------------------------------------------------------------------
     keys: list[bytes] = []
-    """One key per chunk whose tokens are known, from the first on. A key hashes its chunk and all chunks before it."""
+    """One key per chunk whose tokens are known, from chunk 0 on. A key hashes its chunk and all chunks before it."""
     num_chunks_handled: NumTokens = 0
-    """Chunks from the first on that need no save in this generation: saved, found saved, or declined."""
+    """Number of first chunks that need no save in this generation: each is saved, was found saved, or was declined."""
     tail: Tail | None = None
     """Set only after a preemption, until the request computes again or the tail's tokens are in doubt."""
     num_local_tokens: NumTokens | None = None

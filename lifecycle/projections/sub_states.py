@@ -27,7 +27,7 @@ class SubStates(Projection):
         }
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """Event class → fold: the marked methods, and all events that may move a sub-state or its phase."""
+        """Event class → fold: the marked methods, and `_walk` for each event that may move a sub-state or its phase."""
         if not self._owner:
             return {}
         moving = (each for each in self._request_events if not self._phase.keys().isdisjoint(triggers_of(each)))

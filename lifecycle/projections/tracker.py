@@ -151,7 +151,7 @@ class RequestTracker(Projection):
         return self.computed.count(record.ordinal)
 
     def save_threshold(self, record: RequestRecord, num_chunks: int) -> int:
-        """Return the number of settled tokens from which there is something to save after this many chunks.
+        """Return how many tokens must be settled before there is something to save after the first `num_chunks` chunks.
 
         Chunks of the prompt are saved at once, because other requests may need them soon. Decoded chunks wait for the
         end of an interval. Intervals count from token 0, so that requests that decode together are not saved together.
@@ -164,7 +164,7 @@ class RequestTracker(Projection):
     # --- moves ---------------------------------------------------------------------------------
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """Event class → fold: the marked methods, and one that only moves states for all other events that do so."""
+        """Event class → fold: the marked methods. Other events that move states get a fold that only moves them."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
         for event_class in self._tables.request_events:
             if any(map(self._moves, triggers_of(event_class))):
@@ -256,7 +256,7 @@ class RequestTracker(Projection):
     @on(e.ChunkKeysObserved)
     def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int, subject: Subject) -> None:
         record = subject.request
-        if record is not None and event.first_chunk <= len(record.keys):  # after a gap, keys would be of other chunks
+        if record is not None and event.first_chunk <= len(record.keys):  # keys after a gap belong to other chunks
             record.keys[event.first_chunk :] = event.keys
 
     @on(e.LookupRequested)
@@ -266,7 +266,7 @@ class RequestTracker(Projection):
         if record is not None:
             record.num_tokens = event.num_tokens
             self._move(record, event.id)
-            # vLLM looks up only requests that hold no blocks. After a failed asynchronous load it calls no hook.
+            # vLLM looks up only requests without blocks. After a failed asynchronous load it frees them without a hook.
             record.block_ids = None
             if self.unfilled.blocks:
                 record.num_local_tokens = event.num_computed_tokens
@@ -373,7 +373,7 @@ class RequestTracker(Projection):
         if record is not None:
             if event.num_computed_tokens == 0:
                 record.generation += 1
-            record.num_tokens = max(record.num_tokens, self.num_computed_tokens(record))  # a rollback removes none
+            record.num_tokens = max(record.num_tokens, self.num_computed_tokens(record))  # a rollback removes no tokens
             self.computed.set(record.ordinal, event.num_computed_tokens)
 
     def _cut(

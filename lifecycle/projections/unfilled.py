@@ -1,4 +1,4 @@
-"""Unfilled blocks, whose contents are wrong: a load into them failed, or they were computed on top of such a block.
+"""Unfilled blocks, whose contents are wrong: a load into them failed, or they were computed on top of such blocks.
 
 A block is filled again when it is allocated again, or written from its first position on, on top of filled blocks.
 """
@@ -32,11 +32,11 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
     blocks: dict[Int64, None] = {}
     """Ids of the unfilled blocks."""
     loads: dict[JobId, tuple[tuple[BlockId, ...], bool]] = {}
-    """Job id → blocks of a load in flight, and whether it is asynchronous."""
+    """Job id of a load in flight → (its blocks, whether it is asynchronous)."""
     lost: list[array] = []  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
-    """Block tables lost since the last step. A failure of that step concerns them too. These arrays never change."""
+    """Block tables lost since the last step. A failure of that step concerns them too. The arrays never change."""
     lost_before_step: list[array] = []  # type: ignore[type-arg]
-    """The same for the step before. With two steps in flight, vLLM schedules the next one before a failure is known."""
+    """Likewise, for the step before. With two steps in flight, vLLM schedules the second before a failure is known."""
     num_failures: Count = 0
     """Number of times that blocks were added."""
 
@@ -45,7 +45,7 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
         return not self.blocks.keys().isdisjoint(block_ids)
 
     def add(self, block_ids: Sequence[int], records: Records) -> None:
-        """Add these blocks and, in each table, all blocks after one of them: they were computed on top of it."""
+        """Add these blocks and, in each table, all blocks after the first of them, which were computed on top of it."""
         failed = dict.fromkeys(block_ids)
         held = (record.block_ids or () for record in records.values())
         for table in (*held, *self.lost, *self.lost_before_step):

@@ -1,7 +1,7 @@
 """The state that a log implies, computed without the code that decides, so that an error there cannot hide itself.
 
 The reader folds observations and recorded decisions, and uses nothing of `projections/` or `decisions/`. `layout.py`
-computes where tokens are. It shares only the events and the transition table with the code that decides.
+computes where tokens are. The reader shares only the events and the transition table with the code that decides.
 """
 
 from kvledger.lifecycle.marks import marked

@@ -1,4 +1,4 @@
-"""The answer that each request got, what it claimed of it, and which chunks it relies on."""
+"""The answer that each request got, the allocation that claimed it, and the chunks that the request relies on."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class StoredAnswers(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Answers:
-    """Request id → its unclaimed answer, its last allocation, and what it waits for after a preemption.
+    """Request id → its unclaimed answer, its last allocation, and the chunks that it waits for after a preemption.
 
-    A preemption, a session's next turn and the end withdraw answer and allocation; if states refuse the preemption or
-    the turn, only the allocation. A reset withdraws the answer. A preempted request waits until it has blocks again,
-    ends, or a reset comes.
+    A preemption, a session's next turn and the request's end withdraw answer and allocation. If states refuse the
+    preemption or the turn, only the allocation is withdrawn. A reset withdraws the answer. A preempted request waits
+    until it has blocks again, ends, or a reset comes.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Answers:
         self._pending: dict[str, Answer] = {}
         self._allocations: dict[str, Allocation] = {}
         self._waited_for: dict[str, tuple[Prefix, int]] = {}
-        """Request id → what it waits for, and the event of the preemption."""
+        """Request id → (chunks that it waits for, sequence number of the preemption)."""
         self.let_go: list[Prefix] = []
-        """What the event's request relied on before, and no longer does; only at events of `ENDS`."""
+        """Prefixes that the current event's request no longer relies on; only at events of `ENDS`."""
         taken_back: tuple[type[e.Event], ...] = (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished)
         forgotten.at(taken_back, self._allocations)
 
@@ -64,7 +64,7 @@ class Answers:
         return self._allocations.get(request_id)
 
     def promised(self, key: bytes) -> Iterator[tuple[str, int]]:
-        """Yield (request id, event) of each pending answer that promises the chunk."""
+        """Yield (request id, sequence number) of each pending answer that promises the chunk."""
         return (
             (request_id, answer.sequence)
             for request_id, answer in self._pending.items()
@@ -72,7 +72,7 @@ class Answers:
         )
 
     def waited_for(self, key: bytes) -> Iterator[tuple[str, int]]:
-        """Yield (request id, event) of each preemption after which the request waits for the chunk."""
+        """Yield (request id, sequence number) of each preemption after which the request waits for the chunk."""
         return (
             (request_id, sequence)
             for request_id, (prefix, sequence) in self._waited_for.items()
@@ -80,7 +80,7 @@ class Answers:
         )
 
     def prefixes(self) -> Iterator[Prefix]:
-        """Yield what is promised or waited for."""
+        """Yield the prefixes that are promised or waited for."""
         yield from (answer.promised for answer in self._pending.values())
         yield from (prefix for prefix, _ in self._waited_for.values())
 

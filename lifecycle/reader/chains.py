@@ -1,4 +1,4 @@
-"""Numbered lists of chunk keys, so that prefixes of one list are still of one list after a state is restored.
+"""Numbered lists of chunk keys, so that prefixes that share a list still share one after a state is restored.
 
 A prefix is identified by its list, not by the keys in it, because a cut gives the life another list. See
 `records.Prefix`.
@@ -18,12 +18,12 @@ class StoredPrefix(msgspec.Struct, array_like=True, frozen=True):
 
     ordinal: int
     chain: int
-    """Number of the list; `NEVER` for the prefix of no life."""
+    """Number of the list; `NEVER` if the prefix belongs to no life."""
     num_chunks: int
 
 
 class Chains:
-    """The lists of one state: numbered when it is captured, looked up when it is restored."""
+    """The lists of one state: numbered when the state is captured, looked up when it is restored."""
 
     def __init__(self, chains: list[list[bytes]] | None = None) -> None:
         self.chains: list[list[bytes]] = [] if chains is None else chains

@@ -1,4 +1,4 @@
-"""Chunks in the host pool: key → slots, and why a chunk is no longer there.
+"""Chunks in the host pool: key → slots, and why other chunks have left the pool.
 
 Computed from save, evict, taint and reset events, and from observed keys.
 """
@@ -26,14 +26,14 @@ class StoredChunks(msgspec.Struct, forbid_unknown_fields=True):
 
     committed: dict[bytes, tuple[int, ...]]
     departed: dict[bytes, Departed]
-    """In the order of departure."""
+    """Key → why the chunk is gone, in the order of departure."""
     late: list[bytes]
     num_added: int
     num_removed: int
 
 
 class Chunks:
-    """Committed chunks, whose latest event of commit, evict, taint and reset is a commit, and their slots.
+    """Committed chunks and their slots. A chunk is committed until it is evicted or tainted, or until a reset.
 
     Fold this after the copies, which show what was saved. Committed chunks and copies hold their slots.
     """
@@ -54,7 +54,7 @@ class Chunks:
         self.num_removed = 0
         """Number of removed chunks."""
         self.evicted: Mapping[bytes, tuple[int, ...]] = {}
-        """Chunk in the last `chunks.evicted` → the slots that it had."""
+        """Key of a chunk in the last `chunks.evicted` → the slots that the chunk had."""
         self.taken: list[int] = []
         """Slots of the current save that were not free."""
 
@@ -71,7 +71,7 @@ class Chunks:
 
     @property
     def committed(self) -> Mapping[bytes, tuple[int, ...]]:
-        """Committed chunk → its slots."""
+        """Key of a committed chunk → its slots."""
         return self._committed
 
     @property
@@ -84,12 +84,12 @@ class Chunks:
         return len(list(takewhile(self._committed.__contains__, life.keys)))
 
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
-        """Return those of these chunks that are neither committed nor being saved."""
+        """Return the numbers of the chunks in this range that are neither committed nor being saved."""
         chunks = range(first_chunk, end_chunk)
         return [each for each in chunks if keys[each] not in self._committed and keys[each] not in self._saving]
 
     def in_slots(self, slots: Iterable[int]) -> Mapping[int, bytes]:
-        """Slot → a committed chunk in it, for these slots. Looks at every chunk."""
+        """Slot → key of a committed chunk in it, for these slots. Looks at every chunk."""
         wanted = frozenset(slots)
         return {slot: key for key, its in self._committed.items() for slot in wanted.intersection(its)}
 
@@ -189,7 +189,7 @@ class Chunks:
     def _commit_pages(self, job: Copy) -> None:
         layout = self._layout
         slot_of_page = dict(zip(layout.pages_of_chunks(job.chunks, len(job.slots)), job.slots, strict=False))
-        # The new image of a block contains the shorter ones that other chunks had of it.
+        # The new image of a block contains the shorter images of the same block that other chunks had.
         replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._committed]
         for chunk, key in [*dict(zip(job.chunks, job.keys, strict=False)).items(), *replaced]:
             pages = layout.pages_of_chunk(chunk)

@@ -28,11 +28,11 @@ class Reported(NamedTuple):
     job: Copy | None
     """A job in flight, or one that was given up before every rank had reported it; else None."""
     ranks_before: frozenset[int]
-    """Ranks that had reported it before."""
+    """Ranks that had reported the job before."""
 
 
 class StoredCopies(msgspec.Struct, forbid_unknown_fields=True):
-    """State of `Copies`, as plain values. Each copy is without its prefix, which follows it."""
+    """State of `Copies`, as plain values. Each copy is stored without its prefix, followed by the prefix."""
 
     in_flight: list[tuple[Copy, StoredPrefix]]
     given_up: list[tuple[Copy, StoredPrefix]]
@@ -55,7 +55,7 @@ class Copies:
         self._jobs: dict[int, Copy] = {}
         self._of_life: defaultdict[int, set[int]] = defaultdict(set)
         self.given_up: dict[int, Copy] = {}
-        """Saves that were given up before every rank had reported them: one may still write their slots."""
+        """Job id → save given up before every rank had reported it: a rank may still write its slots."""
         self.let_go: list[Copy] = []
         """Given-up saves that every rank has reported with the current report."""
         self.loads: set[int] = set()
@@ -63,7 +63,7 @@ class Copies:
         self.async_saves: set[int] = set()
         """Ids of the asynchronous saves in flight."""
         self.filled_by: dict[int, int] = {}
-        """Block → the last load in flight that fills it, which may have lost it."""
+        """Block → id of the last load in flight that fills it, even if that load's request has lost the block."""
         self.rivals: set[int] = set()
         """Loads that were already filling blocks of the current load."""
         self.current: Copy | None = None
@@ -190,7 +190,7 @@ class Copies:
     def _delivered(self, event: e.EffectsDelivered) -> None:
         for job_id in event.job_ids:
             job = self._jobs.get(job_id)
-            if job is not None and job.sequence and not job.delivered_at:  # else its time is not known
+            if job is not None and job.sequence and not job.delivered_at:  # else its hand-out is not known
                 job.delivered_at, job.delivered_step = self._moment.sequence, self._lives.num_steps
         for job_id in event.awaited:
             job = self._jobs.get(job_id)
@@ -276,7 +276,7 @@ class Copies:
         job = self._jobs.get(event.job_id)
         if job is None:
             return
-        # Only the first question restarts the time. A copy that is still not reported after it must fail.
+        # Only the first reminder restarts the time. A copy that is still not reported after this must fail.
         if event.before_forward or not job.is_asked_after:
             job.since_step, job.since_ns = self._lives.num_steps, self._moment.time_ns
         job.reminders = (*job.reminders, event.before_forward)

@@ -1,4 +1,4 @@
-"""Removes entries by request id when a life ends or turns, for checkers that do no more than that."""
+"""Removes a request id's entries at chosen events, such as the end of a life, for checkers that do no more there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TURNS: tuple[type[e.RequestEvent], ...] = (*LIFE, e.RequestPreempted, e.Request
 
 
 class Forgotten:
-    """Event class → dicts by request id. They lose the request's entry at such an event, before any check runs."""
+    """Event class → dicts by request id, which lose the request's entry at such an event, before any check runs."""
 
     def __init__(self) -> None:
         self._entries: dict[type[e.Event], list[dict[str, Any]]] = {event_class: [] for event_class in _TURNS}

@@ -1,12 +1,12 @@
 """Which chunks, blocks and pages hold which tokens, and which of them a window sees.
 
 `geometry.py` computes the same for the code that decides. This module does not import it, so an error there cannot hide
-itself. It follows from four facts of the log format:
+itself. The layout follows from four facts of the log format:
 
 - Tokens are counted from the request's first one. Block `b` holds `block_size` of them, from `b * block_size` on.
 - Chunk `c` holds `chunk_size` tokens, from `c * chunk_size` on. One size divides the other.
 - A request's table has one entry, a page, for each block and group of layers: `block * num_groups + group`.
-- In a group with a window of `w` tokens, a token sees `w` positions, the last of them its own. 0: all before it.
+- In a group with a window of `w` tokens, a token sees `w` positions, the last of them its own; all if `w` is 0.
 
 The numbers come from a log and may be wrong, but nothing here takes longer for a larger number.
 """
@@ -30,7 +30,7 @@ class Layout:
     has_windows: bool = attrs.field(init=False, repr=False)
     """Whether a group has a window."""
     chunk_shares_block: bool = attrs.field(init=False, repr=False)
-    """Whether a block holds several chunks. What is saved of a chunk then holds the chunks before it in the block."""
+    """Whether a block holds several chunks. The saved pages of a chunk then hold the chunks before it, too."""
     num_pages_of_chunk: int = attrs.field(init=False, repr=False)
     """Number of pages that hold tokens of one chunk."""
 
@@ -63,7 +63,7 @@ class Layout:
         return range(first_block * self.num_groups, last_block * self.num_groups + self.num_groups)
 
     def pages_of_chunk(self, chunk: int) -> range:
-        """Return the pages that hold tokens of the chunk. Its slots have the same order."""
+        """Return the pages that hold tokens of the chunk. The chunk's slots have the same order."""
         return self.pages_of(self.tokens_of_chunk(chunk))
 
     def pages_of_chunks(self, chunks: Sequence[int], max_pages: int) -> Sequence[int]:
@@ -84,16 +84,16 @@ class Layout:
         return list(pages)
 
     def chunks_of_load(self, tokens: range, num_known: int) -> range:
-        """Return the chunks that hold tokens of a load: those with known keys, and at most one after them.
+        """Return the chunks that hold tokens of a load: chunks with known keys, and at most one after them.
 
-        The latter is the chunk of a tail.
+        The chunk after them is that of a tail.
         """
         chunks = self.chunks_of(tokens)
         first_chunk = max(chunks.start, 0)
         return range(first_chunk, min(chunks.stop, max(num_known, first_chunk) + 1))
 
     def chunks_replaced_by(self, chunks: Iterable[int], num_known: int) -> list[int]:
-        """Return other chunks that are part of what is saved of these: those before them in the same block.
+        """Return the other chunks in the saved pages of these chunks: those before them in the same block.
 
         In ascending order, and only chunks with known keys.
         """
@@ -117,26 +117,26 @@ class Layout:
         return not window or self.tokens_of_page(page)[-1] > num_tokens - window
 
     def longest_seen(self, num_tokens: int, is_stored: Callable[[int, int], bool]) -> int:
-        """Return after how many tokens a load can end, with everything stored that the next token's windows see.
+        """Return after how many tokens a load can end so that everything that the next token's windows see is stored.
 
-        That is `num_tokens`, or the end of a chunk before it. Only groups with a window count.
+        The result is `num_tokens`, or the end of a chunk before it. Only groups with a window count.
 
         Args:
             num_tokens: the most tokens to load.
-            is_stored: (page, tokens) → whether the page is stored, with its share of the first so many tokens.
+            is_stored: (page, tokens) → whether the page is stored with its share of the first `tokens` tokens.
         """
         while num_tokens > 0:
             missing = self._first_missing(num_tokens, is_stored)
             if missing is None:
                 return num_tokens
-            # An earlier end after the missing page sees it too, because its window begins earlier. An end inside the
-            # page needs less of it.
+            # From an earlier end after the missing page, the window begins earlier and sees the page too. An end inside
+            # the page needs less of the page.
             last_token = min(num_tokens, missing.stop) - 1
             num_tokens = last_token - last_token % self.chunk_size
         return 0
 
     def _first_missing(self, num_tokens: int, is_stored: Callable[[int, int], bool]) -> range | None:
-        """Return the tokens of the first page with some of these tokens that is seen after them and not stored."""
+        """Return the tokens of the first page that has some of these tokens, is seen after them and is not stored."""
         missing: list[range] = []
         for group, window in enumerate(self.windows):
             if window:

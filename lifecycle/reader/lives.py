@@ -36,8 +36,8 @@ class StoredLives(msgspec.Struct, forbid_unknown_fields=True):
 class Lives:
     """Request id → its present life; ordinal → that life.
 
-    The tables define where state and blocks go. An event is legal if they have a row for it. If events are missing,
-    lives continue as partial ones, and an event about an unknown id begins one.
+    The tables define where state and blocks go. An event is legal if the tables have a row for it. If events are
+    missing, lives continue as partial lives, and an event about an unknown id begins a partial life.
     """
 
     def __init__(self, tables: Tables, chunk_size: int, moment: Moment) -> None:
@@ -61,9 +61,9 @@ class Lives:
         """Number of lives so far, which is the ordinal of the next one."""
         self.has_hook_failed = False
         self.num_decoding = 0
-        """Number of lives that decode one token per step without a record."""
+        """Number of lives that decode one token per step without a row in `StepScheduled`."""
         self.num_scheduled_tokens = 0
-        """Sum of the tokens of the last step's requests."""
+        """Scheduled tokens of all requests in the last step."""
 
     def __iter__(self) -> Iterator[Life]:
         return iter(self._lives.values())
@@ -87,7 +87,7 @@ class Lives:
         return sum(life.state is not RequestState.FINISHED for life in self)
 
     def path_before_observation(self, life: Life) -> str:
-        """Return the life's path before the last observation; empty if it began there, or was not known."""
+        """Return the life's path before the last observation; empty if the life began there or the path was unknown."""
         return life.path_before if life.moved_at == self._moment.cause else life.path
 
     def num_computed_tokens(self, life: Life) -> int:
@@ -100,10 +100,10 @@ class Lives:
         """Return the tokens computed or in flight before the last step."""
         if life.row[0] == self.num_steps:
             return life.row[1]
-        return self.num_computed_tokens(life) - (life.decoding_since != NEVER)  # else the step skipped it
+        return self.num_computed_tokens(life) - (life.decoding_since != NEVER)  # else it was not in the step
 
     def num_steps_decoding(self, life: Life) -> int:
-        """Return for how many steps in a row it has decoded one token without a record."""
+        """Return for how many steps in a row the life has decoded one token without a row in `StepScheduled`."""
         return 0 if life.decoding_since == NEVER else self.num_steps - life.decoding_since
 
     def stored(self, chains: Chains) -> StoredLives:
@@ -151,9 +151,9 @@ class Lives:
             life.num_own = life.num_old = NEVER
 
     def meetings(self) -> Visits:
-        """(event class, fold) for events of requests. They run first, and find the life and whether the event is legal.
+        """(event class, fold) for events of requests. Run first, to find the life and whether the event is legal.
 
-        They also move state and blocks. Other folds do the rest.
+        These folds also move the life's state and blocks. Other folds do the rest.
         """
         events = [event_class for event_class in self._events if event_class is not e.RequestArrived]
         return [(e.RequestArrived, self._meet_arrival), *((event_class, self._meet) for event_class in events)]
@@ -210,7 +210,7 @@ class Lives:
     # --- after a gap -----------------------------------------------------------------------------
 
     def _met_late(self, event: e.RequestEvent, life: Life | None) -> Life | None:
-        """Return the life that an event is about, if others are missing. An unknown id begins one here."""
+        """Return the life that an event is about, if other events are missing. An unknown id begins a life here."""
         if not isinstance(event, e.RequestDecision):
             return self._begin_late(event.request_id) if life is None else life
         if life is not None and NEVER < life.ordinal < event.ordinal:  # the id was used again while events are missing
@@ -383,7 +383,7 @@ class Lives:
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        """Count one token for each life that decodes, unless the step pauses or records it."""
+        """Count one token for each life that decodes, unless the step pauses it or has a row for it."""
         self._moment.refused_rows, self._moment.unknown_rows, self._moment.moved_rows = [], [], []
         for ordinal in event.paused:
             life = self.of(ordinal)

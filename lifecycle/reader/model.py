@@ -47,11 +47,11 @@ class StoredModel(msgspec.Struct, forbid_unknown_fields=True):
     answers: StoredAnswers
     chains: list[list[bytes]]
     besides: dict[str, StoredState]
-    """Name → part that only another class of model has."""
+    """Name → state of a part that only another class of model has."""
 
 
 class Model:
-    """State after each event. It contains an event before a visitor is called with it."""
+    """State after each event. The model folds an event before a visitor is called with that event."""
 
     def __init__(self, tables: machine.Tables, configuration: LedgerConfiguration) -> None:
         self.configuration = configuration

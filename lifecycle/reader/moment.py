@@ -39,14 +39,14 @@ class Moment:
     earlier: Life | None = None
     """At an arrival, the life that had the id before."""
     state_before: RequestState | None = None
-    """None if no request had the id."""
+    """State of the request before the event; None if no request had the id."""
     blocks_before: BlocksRegion | None = None
     was_stale: bool = False
     """At a preemption or an end, whether the request's KV was from before a reset."""
     num_steps_decoded: int = 0
     """At a preemption or an end, number of steps in a row in which the request decoded one token."""
     num_computed_tokens: int = 0
-    """Tokens that the event's request had computed or in flight before it."""
+    """Tokens that the event's request had computed or in flight before the event."""
     path_before: str = ""
     """State and sub-state before the event; empty if no request had the id, or its state was not known."""
     is_legal: bool = True
@@ -55,9 +55,9 @@ class Moment:
     """Whether states refuse this observation, so that only part of it is folded. False if events of the request are
     missing."""
     refused_rows: list[tuple[Life, RequestState, BlocksRegion]] = attrs.field(factory=list)
-    """At a step: lives that it schedules although they cannot be scheduled, and their state before."""
+    """At a step: (life, its phase and blocks before the step), if the step schedules it although these refuse that."""
     moved_rows: list[tuple[Life, int, int]] = attrs.field(factory=list)
-    """At a step: (life, sum of its earlier steps, tokens that its row begins with), if the latter is larger."""
+    """At a step: (life, tokens counted up to the step, computed tokens in its row), if the row has more."""
     unknown_rows: list[int] = attrs.field(factory=list)
     """At a step: ordinals of rows that are about no life, or pause one that does not decode one token per step."""
 
@@ -71,5 +71,5 @@ class StoredMoment(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def num_intact_tokens(event: RequestPreempted | RequestFinished) -> int:
-    """Return the settled tokens that a copy before the next forward still finds. Computed without the live path."""
+    """Return the settled tokens that a copy before the next forward can still read. Uses no code of `projections/`."""
     return 0 if event.blocks_zeroed else event.num_settled_tokens

@@ -19,7 +19,7 @@ class Spent(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Time that a life spent before it finished, in nanoseconds. Time without events counts for the state before."""
 
     queued_ns: int = 0
-    """From its arrival until its first step, or until that step's load is done."""
+    """From its arrival until its first step, or until that step's load is over."""
     running_ns: int = 0
     """Includes the waits between the turns of a session."""
     preempted_ns: int = 0
@@ -31,7 +31,7 @@ class Spent(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
         return self.queued_ns + self.running_ns + self.preempted_ns
 
     def with_time_in(self, state: RequestState, duration_ns: int) -> Spent:
-        """Return the sum with more time in a state. Negative time, as in a manipulated log, counts as none."""
+        """Return these times with more time in one state. Negative time, as in a manipulated log, counts as none."""
         duration_ns = max(0, duration_ns)
         match state:
             case RequestState.NEW:
@@ -95,11 +95,11 @@ class Life(msgspec.Struct, gc=False, eq=False):
     counted_tokens: int = 0
     """Computed or scheduled tokens when they were last recorded."""
     decoding_since: int = NEVER
-    """Number of the step since which it decodes one token per step without a record."""
+    """Number of the step since which it decodes one token per step without a row in `StepScheduled`."""
     row: tuple[int, int] = (NEVER, 0)
     """Number of the last step that recorded it, and its computed tokens before that step."""
     settled: tuple[int, int] = (0, 0)
-    """Tokens that are certainly written, by the log, and the event that shows it; 0 if the number is only a bound."""
+    """(tokens that are certainly written, event that shows this); the event is 0 if the number is only a bound."""
     settled_before: int = 0
     """Settled tokens before that event."""
     num_own: int = NEVER
@@ -187,7 +187,7 @@ class Copy(msgspec.Struct, gc=False):
     slots: tuple[int, ...]
     block_ids: tuple[int, ...]
     prefix: Prefix
-    """The chunks up to the last one that it reads or adds. For a tail: the whole chunks before it."""
+    """The chunks up to the last one that the copy reads or adds. For a tail: the whole chunks before the tail."""
     epoch: int
     """Number of resets before it was issued."""
     since_step: int
@@ -219,7 +219,7 @@ class Copy(msgspec.Struct, gc=False):
 
     @property
     def filled(self) -> list[int]:
-        """The blocks that a load fills, without those that replace what a window does not see."""
+        """The blocks that a load fills, without those of pages that a window does not see."""
         return [block_id for slot, block_id in zip(self.slots, self.block_ids, strict=False) if slot != NO_SLOT]
 
     @property

@@ -23,7 +23,7 @@ class Slots:
         return self.num_slots - len(self._num_holders)
 
     def num_holders(self, slot: int) -> int:
-        """Return the number of its holders."""
+        """Return the number of the slot's holders."""
         return self._num_holders.get(slot, 0)
 
     def hold(self, slots: Iterable[int]) -> None:
@@ -33,7 +33,7 @@ class Slots:
                 self._num_holders[slot] = self._num_holders.get(slot, 0) + 1
 
     def hold_for_writing(self, slots: Sequence[int]) -> list[int]:
-        """Do the same. Return the slots that had a holder, occur twice, or do not exist."""
+        """Do the same as `hold`. Return the slots that had a holder, occur twice, or do not exist."""
         self.hold(slots)
         return [slot for slot in slots if self._num_holders.get(slot, 1) > 1 or not NO_SLOT <= slot < self.num_slots]
 

@@ -46,7 +46,7 @@ class StoredState(msgspec.Struct, forbid_unknown_fields=True):
         """Return the state for an owner of the same class.
 
         Raises:
-            NotResumable: other code stored it and is not trusted, or the owner's state has another layout.
+            NotResumable: other code stored the state and is not trusted, or the owner's state has another layout.
             Undecodable: the bytes are damaged.
         """
         layout, code = _fingerprints(owner, kind)

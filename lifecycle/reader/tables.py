@@ -23,7 +23,7 @@ class StoredTables(msgspec.Struct, forbid_unknown_fields=True):
 
     held: dict[int, list[int]]
     lost: dict[int, list[int]]
-    """Blocks lost since the last step."""
+    """Ordinal → block ids lost since the last step."""
 
 
 class Tables:
@@ -36,8 +36,8 @@ class Tables:
         self._held: dict[int, array[int]] = {}
         self._lost: dict[int, array[int]] = {}
         self._num_holders: Counter[int] = Counter()
-        """Block → number of tables that have it. Groups with a window are left out: vLLM frees what a window no longer
-        sees without a hook."""
+        """Block → number of tables that have it. Groups with a window are left out, because vLLM calls no hook when it
+        frees a block that a window has left."""
         sizes = layout.windows
         self._num_groups = layout.num_groups
         self._counted_groups = [group for group, size in enumerate(sizes) if not size]
@@ -48,11 +48,11 @@ class Tables:
         return self._held.get(ordinal, ())
 
     def held_by(self, life: Life | None) -> Sequence[int]:
-        """Return the same; empty if there is no life."""
+        """Return the blocks that the life holds; empty if there is no life."""
         return () if life is None else self.of(life.ordinal)
 
     def lost_by(self, life: Life | None) -> Sequence[int]:
-        """Return the blocks that it lost since the last step. They are intact until the next forward."""
+        """Return the blocks that the life lost since the last step. They are intact until the next forward."""
         return () if life is None else self._lost.get(life.ordinal, ())
 
     def num_held(self, *, with_lost_by: Life | None = None) -> int:
@@ -67,7 +67,7 @@ class Tables:
     def other_holders(self, ordinal: int, block_ids: Sequence[int]) -> Iterator[tuple[Life, int]]:
         """Yield other lives that hold one of these blocks, each with the lowest of them.
 
-        This leaves out lives that the log may not follow: quarantined ones, and those whose load has failed, because
+        Lives that the log may not follow are left out: quarantined ones, and those whose load has failed, because
         vLLM may free their blocks before the next lookup.
         """
         own = set(self._counted(self.of(ordinal)))

@@ -42,10 +42,10 @@ class Tails:
         self._slots = slots
         self._tails: dict[int, IssuedTail] = {}
         self._dropped: dict[int, tuple[IssuedTail, str, int]] = {}
-        """Ordinal → (its last tail, id of the event that dropped it, sequence number), until the life is over."""
+        """Ordinal → (last tail, id and sequence number of the event that dropped it), until the life is over."""
 
     def saved(self, life: Life | None) -> IssuedTail | None:
-        """Return the tail that it may load."""
+        """Return the tail that the life may load."""
         tail = None if life is None else self._tails.get(life.ordinal)
         return tail if tail is not None and tail.is_saved else None
 
@@ -54,7 +54,7 @@ class Tails:
         return next((life for life, tail in self._tails.items() if tail.is_saved and slot in tail.slots), None)
 
     def why_none(self, life: Life | None) -> tuple[str, int]:
-        """Return why it has no tail to load, in words, and the event that shows it (0: none)."""
+        """Return why the life has no tail to load, in words, and the event that shows this (0: none)."""
         ordinal = -1 if life is None else life.ordinal
         tail = self._tails.get(ordinal)
         if tail is not None:

@@ -36,16 +36,16 @@ class StoredReader(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Visitor(Generic[_Model]):
-    """Its methods marked `@on(...)` are called with an event that the model contains already.
+    """Called with the events of a log: methods marked `@on(...)` get an event after the model has folded it.
 
-    A visitor may query everything in the model and must not change it. It collects output. It never computes lives,
-    states, generations, ranks or answers itself, because then two parts of kvledger could disagree about a log.
+    A visitor may query everything in the model and must not change the model. It collects output. It never computes
+    lives, states, generations, ranks or answers itself, because then two parts of kvledger could disagree about a log.
 
     Everything that a visitor remembers is in `state`, so that reading can stop after an event and continue elsewhere.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("lives",)
-    """Names of the parts of the model that it queries. Parts that these query are folded too."""
+    """Names of the parts of the model that the visitor queries. Parts that these parts query are folded too."""
 
     def __init__(self, model: _Model) -> None:
         self.model = model
@@ -159,8 +159,8 @@ class Reader:
             trusts_other_code: whether to accept a state of the same layout that other code computed.
 
         Raises:
-            NotResumable: other code or another configuration captured it, one of these visitors was missing, or it is
-                no such state. Do not use this reader then.
+            NotResumable: other code or another configuration captured it, one of these visitors was missing, or the
+                bytes are no such state. Do not use this reader then.
         """
         try:
             there: StoredReader = from_msgpack(stored, StoredReader)

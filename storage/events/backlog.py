@@ -1,12 +1,12 @@
 """Keep I/O errors from the engine: frames that cannot be written wait in memory, in order, up to a limit.
 
-- By default, an append writes its frame itself and retries waiting ones at intervals of the caller's clock.
+- By default, an append writes its frame itself and retries waiting frames at intervals of the caller's clock.
 - With `writes_alone`, an append writes only what takes a single write. A thread writes the rest and retries, even if
-  the engine is idle. An append waits for it only if no frame was waiting before, and for at most `max_wait_ms`. While
-  frames are waiting, only the thread writes.
+  the engine is idle. An append waits for the thread only if no frame was waiting before, and for at most `max_wait_ms`.
+  While frames are waiting, only the thread writes.
 
 A waiting event keeps its sequence number. At the limit, new frames are dropped until every waiting frame is written;
-one GAP frame then replaces them. The store notes how many events are waiting, for `verify` and the next start.
+one GAP frame then replaces the dropped ones. The store records how many events wait, for `verify` and the next start.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class BacklogEventStore:
     """An `EventStore` around another one. Its `append`, `append_gap`, `flush` and `close` never raise `OSError`.
 
     `on_trouble(error, num_events_backlogged)` is called after each failed attempt, and with a `TimeoutError` if an
-    append waited in vain. `on_written_again(num_events_written, num_events_lost)` is called once no frame is waiting
-    and counts from the first error. Neither may raise. With `writes_alone`, another thread may call them.
+    append waited in vain. `on_written_again(num_events_written, num_events_lost)` is called once no frame is waiting;
+    its numbers count from the first error. Neither may raise. With `writes_alone`, another thread may call them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BacklogEventStore:
         self._writes_alone = writes_alone
         self._max_wait_seconds = None if max_wait_ms is None else max_wait_ms / 1000
         self._changed = threading.Condition(threading.RLock())
-        """Guards the attributes below. The thread does not hold it while it writes, so no append waits for that."""
+        """Guards the attributes below. The thread releases it during a write, so no append waits for the write."""
         self._hurry = threading.Event()
         """Ends the thread's pause between two attempts."""
         self._thread: threading.Thread | None = None
@@ -170,7 +170,7 @@ class BacklogEventStore:
             return gap.first_sequence
 
     def note_unwritten(self, num_events: int, reason: str) -> None:
-        """See `EventStore.note_unwritten`. Waiting frames are noted without it."""
+        """See `EventStore.note_unwritten`. Waiting frames are recorded without this call."""
         self._store.note_unwritten(num_events, reason)
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:

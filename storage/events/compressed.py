@@ -1,7 +1,7 @@
 """The compressed form of a closed segment. Knows blocks and bytes; must not know how frames are read from them.
 
 The file keeps its name and its header block. Blocks of whole frames follow without a space; the last one is empty and
-marks the end of the segment. Offsets in a segment count the uncompressed bytes, so a noted offset stays valid. A block,
+marks the end of the segment. Offsets in a segment count the uncompressed bytes, so an old offset stays valid. A block,
 little-endian:
 
 ====== ===== ======================================================================================
@@ -90,7 +90,7 @@ class SegmentBlocks:
         """The bytes of `_piece`, or why it has none."""
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return up to `num_bytes` bytes from `offset` within its block; none from a damaged one."""
+        """Return up to `num_bytes` bytes from `offset` on, within one block; none from a damaged block."""
         if offset < self._header_end:
             return os.pread(self._descriptor, min(num_bytes, self._header_end - offset), offset)
         self._seek(offset)
@@ -154,7 +154,7 @@ class SegmentBlocks:
 
 
 def find_blocks(descriptor: int, num_stored: int) -> SegmentBlocks | None:
-    """Return the blocks of a segment file, or None if it is not compressed."""
+    """Return the blocks of a segment file, or None if the file is not compressed."""
     at = 0
     for num_read in (_FEW_BYTES, MAX_HEADER_BYTES):
         with contextlib.suppress(LogError):
@@ -175,7 +175,7 @@ def find_blocks(descriptor: int, num_stored: int) -> SegmentBlocks | None:
 def compress_segment(
     segment: Path, *, replacing: AbstractContextManager[object], goes_on: Callable[[], bool] = lambda: True
 ) -> None:
-    """Replace a closed segment by its compressed form, synced and in one step, unless that is larger.
+    """Replace a closed segment by its compressed form, synced and in one step, unless that form is larger.
 
     Args:
         segment: nothing writes to it any more.

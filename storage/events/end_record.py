@@ -2,8 +2,8 @@
 
 After creation it is only overwritten in place, which works on a full disk. So even after SIGKILL it holds the number of
 events that could not be written. The writer rewrites it when it begins a segment, when writing fails or works again,
-and when it closes the log. It is evidence and not needed for reading. One line of text: a name, a CRC-32C, a JSON
-object, spaces.
+and when it closes the log. The file is evidence and not needed for reading. One line of text: a name, a CRC-32C, a
+JSON object, spaces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RecordedEnd:
     next_sequence: int
     """Sequence number after the last written event."""
     head_hash: str
-    """Chain hash there, hexadecimal."""
+    """Chain hash after the last written event, hexadecimal."""
     is_closed: bool = False
     num_unwritten: int = 0
     """Events from `next_sequence` on that were accepted and could not be written."""

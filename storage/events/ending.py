@@ -1,6 +1,6 @@
 """How a log ended, and which events are known to be missing at its end.
 
-Judged from the end record (`log.end`), the writer's lock and the snapshots, each of which has a segment. Must not know
+Judged from the end record (`log.end`), the writer's lock and the snapshots: each snapshot has a segment. Must not know
 what events mean. `judge_ending` is for callers that have read the log; `read_ending` reads its last segment.
 """
 
@@ -79,7 +79,7 @@ class LogEnding:
 def is_being_written(directory: Path) -> bool:
     """Whether a process holds the lock of the log in `directory`; False if unknown.
 
-    Takes a shared lock for a moment. A writer that fails to lock because of it tries again.
+    Takes a shared lock for a moment. A writer that fails to lock because of this tries again.
     """
     try:
         descriptor = open_for_reading(directory / LOCK_NAME)
@@ -110,8 +110,8 @@ def read_ending(directory: Path) -> LogEnding:
 def glance_at_ending(directory: Path) -> LogEnding:
     """Judge by the end record alone if possible, else as `read_ending`, which takes a second or more.
 
-    It is possible if the log is open, or if the recorded segment exists and no events were waiting. Frames that were
-    cut off later are not noticed.
+    The end record is enough if the log is open, or if the recorded segment exists and no events were waiting. Frames
+    that were cut off later are not noticed.
     """
     recorded = read_end_record(directory)
     was_open = is_being_written(directory)
@@ -126,8 +126,8 @@ def judge_ending(
 ) -> LogEnding:
     """Judge the log in `directory` after all of its intact frames were read.
 
-    `log_id` is from its headers. `next_sequence` and `head_hash` (None: unknown) are those after its last event.
-    `was_open`: whether it was being written when reading began.
+    `log_id` is from the log's headers. `next_sequence` and `head_hash` (None: unknown) are those after its last event.
+    `was_open`: whether the log was being written when reading began.
     """
     recorded = read_end_record(directory)
     if recorded is not None and recorded.log_id != log_id:

@@ -98,7 +98,7 @@ def open_for_writing(path: Path, flags: int, mode: int = _FILE) -> int:
 def open_for_locking(path: Path) -> tuple[int, bool]:
     """Return a descriptor of a regular file, created if missing, and whether it may be written to.
 
-    It may not if it has hard links; a lock changes nothing there. Raises like `open_for_reading`.
+    A file with hard links may not be written to, but a lock does not change it. Raises like `open_for_reading`.
     """
     descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
     return descriptor, os.fstat(descriptor).st_nlink <= 1
@@ -225,7 +225,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool, exclusive: bool = False) -> None:
-    """Write a new file with `data`, which may come in parts. Raises `OSError`, and may then leave a part of it.
+    """Write a new file with `data`, which may come in parts. Raises `OSError`, and may then leave a partial file.
 
     An existing file or link of that name, such as a crash leaves, is removed first. With `exclusive`, `FileExistsError`
     is raised instead.
@@ -270,7 +270,7 @@ def append_line(path: Path, line: bytes) -> None:
 def make_directory(directory: Path, *, durable: bool, mode: int = _DIRECTORY) -> None:
     """Create a directory and its missing parents. Raises `OSError`.
 
-    The path may lead through links. With `durable`, the new names are synced to disk. `mode` is less the umask; by
+    The path may lead through links. With `durable`, the new names are synced to disk. The umask restricts `mode`; by
     default, only the owner may write there.
     """
     above = directory.absolute().parent

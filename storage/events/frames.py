@@ -118,7 +118,7 @@ def next_chain_hash(previous_hash: bytes, frame: Frame) -> bytes:
 
 
 def follows(frame: Frame, sequence: int | None, chain_hash: bytes | None) -> bool:
-    """Whether `frame` has the number `sequence` and follows `chain_hash` (16 bytes). None: not checked."""
+    """Whether `frame` begins with event `sequence` and follows `chain_hash` (16 bytes). None: not checked."""
     if sequence is not None and frame.first_sequence != sequence:
         return False
     return chain_hash is None or next_chain_hash(chain_hash, frame) == frame.chain_hash

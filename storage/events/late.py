@@ -1,4 +1,4 @@
-"""A log that cannot begin yet because the disk is full. Every append tries to begin it first.
+"""A log that cannot begin yet because the disk is full. Every append tries to begin the log first.
 
 Inside a `BacklogEventStore`, events wait in memory until then.
 """
@@ -20,7 +20,7 @@ __all__ = ["LateEventStore"]
 
 
 class LateEventStore:
-    """An `EventStore` that is empty until `begin` returns one; `begin` raises `OSError` until there is room."""
+    """An `EventStore` that is empty until `begin` returns a store; `begin` raises `OSError` until there is room."""
 
     def __init__(self, begin: Callable[[], EventStore]) -> None:
         """Remember `begin`."""
@@ -67,7 +67,7 @@ class LateEventStore:
             self._store.flush()
 
     def close(self, expected_sequence: int | None = None) -> None:
-        """See `EventStore.close`. A log that has not begun never does after it."""
+        """See `EventStore.close`. A log that has not begun by then never begins."""
         self._closed = True
         if self._store is not None:
             self._store.close(expected_sequence)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["MAX_EXCESS_SEGMENTS", "MIN_LOG_SEGMENTS", "Maintenance", "SnapshotMaker"]
 
 MIN_LOG_SEGMENTS: Final = 3
-"""Segments that a log's size limit must allow for a reader to begin with one: the one being written, the one before it,
-from which its snapshot is made, and one for the snapshots of both."""
+"""Segments that a log's size limit must allow for a reader to begin with one: the one being written, the one before it
+(the snapshot of the former is made from it), and the size of one for the snapshots of both."""
 MAX_EXCESS_SEGMENTS: Final = 4
 """Segments by which logs may exceed their size limit to wait for a snapshot: three that wait and one that fills. Even
 at the smallest limit, a snapshot may be late by the time in which three segments fill."""
@@ -60,7 +60,7 @@ class Maintenance:
         snapshots: SnapshotMaker | None = None,
         on_trouble: Trouble = ignore,
     ) -> None:
-        """Set the limits for all logs in the directory; None: none."""
+        """Set the limits for all logs in the directory; None: no limit."""
         self.max_bytes: Final = max_bytes
         self.max_age_seconds: Final = max_age_seconds
         self._snapshots = snapshots
@@ -80,8 +80,8 @@ class Maintenance:
     def start(self, in_use: Path, segment_bytes: int) -> None:
         """Start a pass. `in_use` is the log's last segment, which may grow to `segment_bytes`.
 
-        Retention frees that much in advance. One more segment may fill while it runs, so logs exceed the limit by at
-        most one. Waits for a running retention pass, so that there are never two.
+        Retention frees `segment_bytes` in advance. One more segment may fill meanwhile, so logs exceed the limit by at
+        most one segment. Waits for a running retention pass, so that there are never two.
         """
         self._in_use, self._segment_bytes = in_use, segment_bytes
         with self._lock:
@@ -94,7 +94,7 @@ class Maintenance:
             self._retiring = _begin("kvledger-retention", self._retire, in_use.parent)
 
     def disk_is_full(self) -> None:
-        """Retire what only waits for a snapshot: a full disk has no room for one. Returns at once."""
+        """Retire segments that only wait for a snapshot: a full disk has no room for one. Returns at once."""
         if self._has_limits and self._in_use is not None and not (self._retiring and self._retiring.is_alive()):
             self._retiring = _begin("kvledger-retention", self._retire, self._in_use.parent, waits=False)
 
@@ -144,7 +144,7 @@ class Maintenance:
                 self._on_trouble(error)
 
     def _retire_waiting(self, snapshots: SnapshotMaker, directory: Path) -> None:
-        """Retire what waited for snapshots, and make those of closed logs."""
+        """Retire segments that waited for snapshots, and make the snapshots of closed logs."""
         given_up: set[Path] = set()
         while not self._is_stopped:
             waits_for = self._retire(directory, given_up)

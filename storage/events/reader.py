@@ -3,7 +3,7 @@
 Damage raises no exception: it goes into `LogReader.damage`, and reading continues after it. Only intact frames are
 yielded, in order, each sequence number once. Verified: CRC, sequence, chain, and that each segment belongs to this log
 and is named as its header states. Not verified: what payloads mean, and whether the whole log was rewritten (compare
-`head_hash` with one noted elsewhere). Memory: one frame, and a window of 1 MiB or one block.
+`head_hash` with one recorded elsewhere). Memory: one frame, and a window of 1 MiB or one block.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LogReader:
     _log_id: str | None = attrs.field(default=None, init=False)
     """The most frequent id in the headers; of equally frequent ones, the earlier."""
     _headers: dict[Path, SegmentHeader | str] = attrs.field(factory=dict, init=False)
-    """Segment → its header, or why it has none, which may change while the log is written."""
+    """Segment → its header, or why it has none. This may change while the log is written."""
     _segments: list[Path] = attrs.field(factory=list, init=False)
     _successor: Path | None = attrs.field(default=None, init=False)
     """The next segment. Looked up before the current one's end is read, so that nothing in between is missed."""
@@ -203,7 +203,7 @@ class LogReader:
                 offset = self._behind_damage(segment, data, offset)
 
     def _enter_segment(self, segment: Path, data: SegmentBytes) -> int | None:
-        """Check a segment's header; return the offset of its first frame, or None without one."""
+        """Check a segment's header; return the offset of its first frame, or None without a frame."""
         header, begins = self._header_of(segment), self._begins(segment)
         if begins is not None and begins > self.next_sequence:
             self._account_for_missing(segment, begins, header)
@@ -287,8 +287,8 @@ class LogReader:
     def _credible_frame(self, data: SegmentBytes, offset: int) -> tuple[int, Frame] | None:
         """Return the first credible frame at or after `offset` and its offset, or None.
 
-        A frame is credible if it follows the last one. It is also credible if its number lies before the next segment,
-        and the frame or segment right after it does not contradict it.
+        A frame is credible if it follows the last one read. It is also credible if its sequence number lies before the
+        next segment, and the frame or segment right after it does not contradict it.
         """
         while (found := data.find_frame(offset, self.next_sequence, self._limit)) is not None:
             at, frame = found
@@ -366,7 +366,7 @@ def traces_of_log(directory: Path) -> str:
 
 
 def frames_from(path: Path, segment: str, offset: int) -> Iterator[tuple[Frame, str, int]]:
-    """Yield a log's frames from a noted place on, each with its segment and offset.
+    """Yield a log's frames from a recorded place on, each with its segment and offset.
 
     Ends at the first frame that is not intact or does not follow, and reports no damage.
     """

@@ -4,9 +4,9 @@ A log that is being written keeps its last segment; a closed log may vanish. A s
 Only files that belong to a log are deleted. Each deletion is recorded first (see `retirements`), or right after it if a
 full disk has no room for the record.
 
-Without its oldest segment, a log is read from the snapshot of the next one. If snapshots are made, retention waits for
-that one up to a limit (`SnapshotWait`). Beyond it, the segment is deleted, and the record states that the rest is not
-verifiable up to the next snapshot.
+Without its oldest segment, a log is read from the snapshot of the next segment. If snapshots are made, retention waits
+for that snapshot up to a limit (`SnapshotWait`). Beyond the limit, the segment is deleted, and the record states that
+the rest is not verifiable up to the next snapshot.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class SnapshotWait:
     """How long a segment stays because the next one has no snapshot."""
 
     excess_bytes: int = 0
-    """Bytes over the size limit up to which it stays."""
+    """Bytes over the size limit up to which the segment stays."""
     excess_seconds: float = 0.0
-    """Seconds over the age limit up to which it stays."""
+    """Seconds over the age limit up to which the segment stays."""
     given_up: Collection[Path] = ()
     """Directories of logs whose missing snapshots cannot be made."""
     waits_for: Path | None = None
@@ -90,7 +90,7 @@ class SnapshotWait:
 
 @attrs.frozen
 class _Due:
-    """Why a segment goes. `is_urgent`: even if the next one has no snapshot."""
+    """Why a segment is deleted. `is_urgent`: even if the next segment has no snapshot."""
 
     reason: RetirementReason
     is_urgent: bool = True
@@ -124,7 +124,7 @@ class _Log:
 
     directory: Path
     status: os.stat_result
-    """Status of the directory: only in this one may files be deleted."""
+    """Status of the directory, so that files are deleted only in this very directory."""
     may_vanish: bool
     segments: deque[Path]
 
@@ -180,7 +180,7 @@ def retire(
     max_age_seconds: float | None = None,
     dry_run: bool = False,
 ) -> list[Retirement]:
-    """Retire the oldest segments of a log that no process writes, until it is within both limits.
+    """Retire the oldest segments of a log that no process writes, until the log is within both limits.
 
     The last segment stays. Returns what was retired, or with `dry_run` what would be.
 
@@ -211,7 +211,7 @@ def retire_logs(
     on_trouble: Trouble = ignore,
     wait: SnapshotWait | None = None,
 ) -> list[Retirement]:
-    """Retire the oldest segments of all logs in `log_dir` until these are within both limits together.
+    """Retire the oldest segments of all logs in `log_dir` until the logs together are within both limits.
 
     Closed logs vanish with their last segment; `log_dir` keeps the record. The caller writes `in_use`: its last segment
     stays. Logs with other writers are only counted. Logs with a damaged header are skipped, and so are logs that cannot

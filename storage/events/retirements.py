@@ -1,8 +1,8 @@
 """The record `retired.jsonl` of a log's retired segments: a line with a JSON object for each.
 
 An entry is on disk before its segment is deleted, so a retired beginning can be distinguished from segments that were
-deleted by hand. The record begins with a reserved line of spaces. On a full disk, the next entry overwrites it in
-place; a later one reserves a new line. A line torn by a crash is skipped.
+deleted by hand. The record begins with a reserved line of spaces. On a full disk, the next entry overwrites this line
+in place; a later one reserves a new line. A line torn by a crash is skipped.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Retirement:
     """`age`, `size`: over a limit; `full`: the disk had no room to begin a log."""
     retired_at_unix_ns: int
     is_rest_verifiable: bool = True
-    """Whether the rest could be verified without it: the next segment had its snapshot, or none remained. If false, the
-    events up to the next snapshot are no longer verifiable."""
+    """Whether the rest could be verified without this segment: the next one had its snapshot, or none remained. If not,
+    the events up to the next snapshot are no longer verifiable."""
 
 
 def write_retirement(directory: Path, retirement: Retirement) -> None:
@@ -164,7 +164,7 @@ def retired_between(
 ) -> list[Retirement] | None:
     """Return the retirements that cover `first_sequence` up to before `end_sequence`, in order.
 
-    They may begin earlier. None: there is a gap, or one does not follow from the one before.
+    The first one may begin earlier. None: there is a gap, or a retirement does not follow from the one before.
     """
     by_first = {each.first_sequence: each for each in retirements if each.log_id == log_id}
     chain: list[Retirement] = []
@@ -181,9 +181,9 @@ def retired_between(
 
 
 def last_retirement(directory: Path) -> Retirement | None:
-    """Return the retirement of a log's newest segment from the log's own record: all of it was retired.
+    """Return the retirement of a log's newest segment, if the log's own record has it: then all of the log was retired.
 
-    It is recorded there only on a full disk, before the record in the directory above.
+    This happens only on a full disk, before the entry in the directory above is written.
     """
     ended = read_end_record(directory)
     if ended is None:

@@ -2,7 +2,7 @@
 
 Offsets and sizes count the bytes that the writer wrote. Only whole frames count, and none spans two blocks.
 
-The file is not mapped: a writer that rolls back half a frame shortens it, and a shortened mapping kills its reader.
+The file is not mapped: a writer that rolls back half a frame shortens it, which kills a process that has it mapped.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SegmentBytes:
         return "" if self._blocks is None else self._blocks.trouble_at(offset)
 
     def has_changed(self, offset: int) -> bool:
-        """Check the file again; return whether it changed from `offset` on. A compressed one never does."""
+        """Check the file again; return whether it changed from `offset` on. A compressed file never changes."""
         if self._blocks is not None:
             return False
         before = (self.num_bytes, self.read(offset, _WINDOW_BYTES))
@@ -113,8 +113,8 @@ class SegmentBytes:
     ) -> tuple[int, Frame] | None:
         """Return the first intact frame at or after `start` with its offset, or None.
 
-        Its first sequence number is at least `minimum_sequence` and below `maximum_sequence`. This is checked before
-        the CRC, so a false marker costs little. Many false frames inside one another end the search.
+        The frame's first sequence number is at least `minimum_sequence` and below `maximum_sequence`. This is checked
+        before the CRC, so a false marker costs little. Many false frames inside one another end the search.
         """
         upper_bound = MAX_SEQUENCE if maximum_sequence is None else maximum_sequence
         offset = start
@@ -154,7 +154,7 @@ class SegmentBytes:
     ) -> Iterator[tuple[int, Frame]]:
         """Yield the frames from `offset` on, as long as each is intact and follows from the one before.
 
-        The first must have the number `sequence` and follow `chain_hash` (16 bytes); None: not checked.
+        The first frame must begin with event `sequence` and follow `chain_hash` (16 bytes); None: not checked.
         """
         while offset < self.num_bytes:
             frame = self.frame_at(offset)
@@ -165,7 +165,7 @@ class SegmentBytes:
             sequence, chain_hash = frame.first_sequence + frame.num_events, frame.chain_hash
 
     def ends_with_whole_frame(self, offset: int) -> bool:
-        """Whether a header at `offset` states a frame that ends with the file, and that does not end with zeros.
+        """Whether a header at `offset` states a frame that ends with the file, and the frame does not end with zeros.
 
         An interrupted write leaves less, and a power cut leaves zeros.
         """

@@ -94,7 +94,7 @@ class SegmentHeader:
     previous_head_hash: bytes
     header: dict[str, object]
     num_bytes: int
-    """Bytes of both copies, and offset of the first frame."""
+    """Bytes of both copies, which is also the offset of the first frame."""
     chain_hash: bytes
     segment_number: int | None = None
     """1 for a log's first segment; None: not counted."""
@@ -166,7 +166,8 @@ def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
         return f"{name}: {len(data) - at} bytes are too few for a segment header"
     magic, version, num_body_bytes, crc = _PREFIX.unpack_from(data, at)
     if magic != _MAGIC:
-        return f"{name}: does not begin with {_MAGIC.decode()}, so it is not a log segment or its first bytes are damaged"
+        first = _MAGIC.decode()
+        return f"{name}: does not begin with {first}, so it is not a log segment or its first bytes are damaged"
     size = _PREFIX.size + num_body_bytes
     if at not in {0, size}:
         return f"{name}: the segment header is cut or its CRC-32C does not match"

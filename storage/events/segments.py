@@ -65,7 +65,7 @@ class LogEnd:
 
 
 class SegmentEventStore:
-    """An `EventStore` in a directory, made by `create`. `header` is the mapping given there, plus `log_id`."""
+    """An `EventStore` in a directory, made by `create`. `header` is the mapping given to `create`, plus `log_id`."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Snapshots of a log: the state right before a segment, so that reading can begin there.
 
-A snapshot is the file ``{first_sequence of the segment:020d}.snapshot`` next to its segment, and is deleted with it. It
-is never needed and never trusted: it counts only if its CRC matches, if the segment's header names the same log, event
-and hash, and if its `fingerprint` is the reader's. This module must not know what the state is.
+A snapshot is the file ``{first_sequence of the segment:020d}.snapshot`` next to its segment, and is deleted with it. A
+snapshot is never needed and never trusted: it is used only if its CRC matches, if the segment's header names the same
+log, event and hash, and if its `fingerprint` is the reader's. This module must not know what the state is.
 
 The file: magic ``KVLEDGERSNAP``, CRC-32C (4 bytes, little-endian) of the rest, a msgpack map.
 """
@@ -45,7 +45,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @attrs.frozen
 class Snapshot:
-    """The state after the event `sequence`, the last before the segment; `chain_hash` (16 bytes) is the hash there."""
+    """The state after event `sequence`, the last before the segment. `chain_hash` (16 bytes) is the hash after it."""
 
     log_id: str
     sequence: int
@@ -54,9 +54,9 @@ class Snapshot:
     """Identifies the code and configuration for which `state` is valid."""
     state: bytes
     reader: bytes
-    """The log reader's encoded state there, with its own fingerprint."""
+    """The log reader's encoded state after that event, with its own fingerprint."""
     totals: bytes = b""
-    """Encoded sums up to there, which no later event depends on. Empty: none."""
+    """Encoded figures of all events up to that one, on which no later event depends. Empty: none."""
     format_version: int = SNAPSHOT_FORMAT_VERSION
 
 
@@ -71,11 +71,11 @@ def segments_without_snapshot(directory: Path) -> list[Path]:
 def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
     """Write a snapshot next to `segment`, whole or not at all. Raises `OSError`.
 
-    It is not synced: its CRC reveals damage, and nothing depends on it.
+    The file is not synced: its CRC reveals damage, and nothing depends on it.
     """
     path = segment.with_suffix(SNAPSHOT_SUFFIX)
     body = _encode(snapshot)
-    # Processes of two engines may write it at once.
+    # Processes of two engines may write the snapshot at once.
     unfinished = path.with_suffix(f"{SNAPSHOT_SUFFIX}.{os.getpid()}.unfinished")
     try:
         write_file(unfinished, _MAGIC + _CRC.pack(crc32c(body)) + body, durable=False)

@@ -28,7 +28,7 @@ class Durability(enum.StrEnum):
     OS = "os"
     """The end of the process, even by SIGKILL. A power cut loses what the kernel has not written back."""
     DISK = "disk"
-    """A power cut, once the next grouped `fdatasync` is done; `flush` waits for one."""
+    """A power cut, once the next grouped `fdatasync` has returned; `flush` waits for one."""
 
 
 class LogError(Exception):
@@ -71,14 +71,14 @@ class EventStore(Protocol):
     def head_hash(self) -> bytes:
         """Chain hash (16 bytes) of the last frame, or of the log's header while the log is empty.
 
-        If you note it elsewhere, you can detect a rewritten log.
+        If you record the hash elsewhere, you can detect a rewritten log.
         """
 
     def is_quick(self, num_payload_bytes: int) -> bool:
         """Whether appending this many payload bytes now is a single write that waits for no disk."""
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
-        """Append `num_events` events as one frame, whole or not at all, and return the first one's sequence number.
+        """Append `num_events` events as one frame, whole or not at all, and return the first event's sequence number.
 
         `expected_sequence` is the caller's own count.
 
@@ -93,9 +93,9 @@ class EventStore(Protocol):
         """Append a frame for `num_events` events that could not be written. Raises like `append`."""
 
     def note_unwritten(self, num_events: int, reason: str) -> None:
-        """Note how many events from `next_sequence` on cannot be written, and why; 0: none any more.
+        """Record how many events from `next_sequence` on cannot be written, and why; 0: none any more.
 
-        For readers, in case the writer is killed. Never raises; a store may ignore it.
+        Readers need this if the writer is killed. Never raises; a store may ignore the call.
         """
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
@@ -111,6 +111,6 @@ class EventStore(Protocol):
     def close(self, expected_sequence: int | None = None) -> None:
         """Flush and release the log. Closing again does nothing.
 
-        `expected_sequence`, the number after the caller's last event, is noted next to the log. It shows a reader which
-        events never arrived here.
+        `expected_sequence`, the number after the caller's last event, is recorded next to the log. It shows a reader
+        which events never reached the store.
         """

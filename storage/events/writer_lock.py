@@ -22,7 +22,7 @@ _PAUSE_SECONDS = 0.002
 _MAX_DIGITS = 10
 _held: set[int] = set()
 """Lock descriptors of this process. A forked child closes them: it may outlive the writer, and the log would still seem
-to be written. This does not release the writer's lock."""
+to be written. Closing does not release the writer's lock."""
 
 
 def _close_inherited() -> None:
@@ -83,7 +83,7 @@ def _name_writer(descriptor: int) -> None:
 
 
 def _lock(descriptor: int) -> None:
-    """Take the lock. Retries, because `is_being_written` of another process holds it for a moment."""
+    """Take the lock. Retries, because `is_being_written` in another process takes it for a moment."""
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,7 @@ then one numpy assignment, which reads and writes each byte once. As many thread
 a copy.
 
 numpy releases the interpreter lock during each assignment, so asynchronous copies run in one more thread, in order.
-They save waiting, but still use cores and memory bandwidth.
+Asynchronous copies save waiting, but still use cores and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ THREAD_NAME = "kvledger-copy"
 """Prefix of the names of copying threads."""
 
 _PART_BYTES = 1 << 20
-"""Least bytes per thread. Fewer are copied before another thread has woken up."""
+"""Least bytes per thread. Fewer bytes are copied before another thread has woken up."""
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -57,18 +57,18 @@ class _EqualRuns:
 
 
 class CpuCopy(Future[CopyResult]):
-    """A copy that is done, or that a thread will finish."""
+    """A copy that is over, or that a thread will finish."""
 
     def precede(self) -> None:
-        """See `PendingCopy.precede`. It waits, because the CPU has no queue."""
+        """See `PendingCopy.precede`. The caller waits, because the CPU has no queue."""
         wait([self])
 
 
 class CpuCopyEngine:
     """A `CopyEngine` for tensors in CPU memory. The constructor raises `PoolMismatch` and `PoolClosed`.
 
-    Without `is_async`, a copy is done when the call returns. With `is_async`, one thread makes all copies, so those of
-    both directions finish in the order in which they were started.
+    Without `is_async`, a copy is over when the call returns. With `is_async`, one thread makes all copies, so
+    copies in both directions finish in the order in which they were started.
 
     If the process ends without `close`, the executor's exit hook finishes the started copies first. If the pool is
     closed too early, copies that have not begun fail, and the memory stays until the running copy is over.
@@ -148,7 +148,7 @@ def _threads(number: int) -> ThreadPoolExecutor:
     """
     cores: set[int] = set()
     for thread in Path("/proc/self/task").glob("*"):  # exists only on Linux
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             cores |= os.sched_getaffinity(int(thread.name))
 
     def use_cores() -> None:

@@ -1,12 +1,12 @@
 """Copies between KV tensors in CUDA memory and host slots, ordered by streams. The caller does not wait for a copy.
 
-The tests of this module need a GPU; `make gpu-check` runs them, and docs/benchmarks.md says on which GPU they have run.
+The tests of this module need a GPU; `make gpu-check` runs them, and docs/benchmarks.md says on which GPU.
 `cuda_movers` is also tested on CPU tensors.
 
 A copy *in the step* runs on the caller's stream, in order with the caller's other work. A thread enqueues an
-*asynchronous* copy on a low-priority stream for its direction, after an event of the caller's stream. Work on a stream
-runs in order. Therefore copies in one direction finish in order, and the staging buffer is not refilled before the
-transfer that reads it is over.
+*asynchronous* copy on a low-priority stream for the copy's direction, after a CUDA event of the caller's stream. Work
+on a stream runs in order. Therefore copies in one direction finish in order, and the staging buffer is not refilled
+before the transfer that reads it is over.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @attrs.frozen
 class PendingCudaCopy:
-    """A copy between two events of a stream, once it is enqueued. There are no events if there was nothing to copy."""
+    """A copy between two CUDA events, once it is enqueued. There are no CUDA events if there was nothing to copy."""
 
     _given: Future[_Events | None]
     _device: torch.device
@@ -76,7 +76,7 @@ class PendingCudaCopy:
         if events is not None:
             begun, over = events
             over.synchronize()
-            # The stream passes `begun` after everything it waited for, so only the copy is between the two events.
+            # The stream passes `begun` after everything it waited for, so only the copy is between the two CUDA events.
             duration_ns = round(begun.elapsed_time(over) * 1e6)
         return CopyResult(num_pages=self._num_pages, num_bytes=self._num_bytes, duration_ns=duration_ns)
 
@@ -84,8 +84,8 @@ class PendingCudaCopy:
 class CudaCopyEngine:
     """A `CopyEngine` for tensors on one CUDA device. The constructor raises `PoolMismatch`.
 
-    A copy that cannot be enqueued fails at once. A failure after that is an error of the device, after which CUDA
-    refuses all work, so no copy fails alone.
+    A copy that cannot be enqueued fails at once. A later failure is an error of the device. CUDA then refuses all work,
+    so no copy fails alone.
 
     A pool that is not pinned works, but enqueueing then waits for each transfer. Close the engine before you release
     the KV tensors: torch's allocator does not know that a copy still needs them.
@@ -94,8 +94,8 @@ class CudaCopyEngine:
         layout: The blocks.
         pool: The slots.
         is_async: Whether copies use a thread and a stream for each direction instead of the caller's stream.
-        batched_copy: Used for runs that are long enough if the pool is pinned; None: never.
-        batched_from_bytes: Mean run length in bytes that is long enough.
+        batched_copy: Copies runs that are long enough, if the pool is pinned; None: not used.
+        batched_from_bytes: Mean run length in bytes from which `batched_copy` is used.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class CudaCopyEngine:
         writes_slots: bool,
         before: torch.cuda.Event | None = None,
     ) -> None:
-        """Enqueue a copy on `stream`, after `before`, and set the result of `given`."""
+        """Enqueue a copy on `stream`, after the CUDA event `before`, and set the result of `given`."""
         try:
             events = (_event(is_timed=True), _event(is_timed=True))
             # Inference mode is per thread in torch, and tensors created inside it can be written only inside it.
@@ -201,7 +201,7 @@ class CudaCopyEngine:
     def _mover(self, layout: BlockLayout, *, writes_slots: bool) -> Mover:
         if self._batched_copy is not None:
             return BatchedMover(layout, self._pool.slot_bytes, self._batched_copy)
-        # torch's allocator reuses memory in the order of the stream it was allocated on, so allocate on the using one.
+        # torch's allocator reuses memory in the order of one stream, so allocate on the stream that uses the memory.
         stream = self._streams.get(writes_slots) or torch.cuda.current_stream(layout.device)
         with torch.cuda.device(layout.device), torch.cuda.stream(stream):
             return StagedMover(layout, self._pool)

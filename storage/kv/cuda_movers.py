@@ -28,7 +28,7 @@ __all__ = ["STAGING_BYTES", "BatchedCopy", "BatchedMover", "Mover", "StagedMover
 BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
 """`copy(sources, destinations, sizes, is_source_stable)`: enqueue these copies on the current CUDA stream.
 
-They run after the stream's earlier work; stable sources may be read earlier. The first three arguments are int64
+The copies run after the stream's earlier work; stable sources may be read earlier. The first three arguments are int64
 addresses and sizes in bytes, contiguous in CPU memory and read during the call. vLLM's `_custom_ops.swap_blocks_batch`
 (0.32) is such a function: it makes one driver call from CUDA 12.8 on, and one per run before.
 """
@@ -36,7 +36,7 @@ addresses and sizes in bytes, contiguous in CPU memory and read during the call.
 STAGING_BYTES = 16 << 20
 """Bytes of device memory for the staging buffer of each stream that gathers; the buffer has at least one slot.
 
-It is small because vLLM cannot account for it: it has already measured and distributed the device's memory when a
+The buffer is small because vLLM cannot account for it: vLLM has already distributed the device's memory when a
 connector gets the KV tensors (`v1/worker/gpu_worker.py`, initialize_from_config, 0.32). A fast bus needs half a
 millisecond for this much, which is still long compared to the calls.
 """
@@ -50,12 +50,12 @@ class Mover(Protocol):
 
 
 class BatchedMover:
-    """Passes the addresses of all runs to `copy`. Its owner must keep the layout, because it keeps no memory alive."""
+    """Passes the addresses of all runs to `copy`. The owner must keep the layout: a mover keeps no memory alive."""
 
     def __init__(self, layout: BlockLayout, slot_bytes: int, copy: BatchedCopy) -> None:
         self._copy = copy
         self._slot_bytes = slot_bytes
-        # On the CPU even if torch's default device is another: the driver reads these.
+        # On the CPU even if torch's default device is another: the driver reads these tensors.
         self._addresses, self._strides, self._offsets, self._sizes = (
             torch.tensor(column, dtype=torch.int64, device="cpu")
             for column in zip(

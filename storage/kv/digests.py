@@ -1,4 +1,4 @@
-"""64-bit digests of blocks, over the bytes of all layers, and of slots. They are computed where the bytes are.
+"""64-bit digests of blocks, over the bytes of all layers, and of slots. Each is computed where the bytes are.
 
 A block and the slot that it was copied to have equal digests. Only the digests leave the device. Reordered bytes change
 the digest. Digests detect accidents, not attacks: they are not collision-resistant.
@@ -55,8 +55,8 @@ class PageDigests:
 def _digested(runs: Sequence[torch.Tensor], ids: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
     """Return the digests of these rows over all runs.
 
-    A run's digest is the sum of its words, each mixed with an odd weight that depends on its place. A changed word
-    changes the sum. Two swapped words do so too, except for one pair of places in 2^32. Runs are mixed in order.
+    A run's digest is the sum of its words, each mixed with an odd weight that depends on the word's place. A changed
+    word changes the sum, and so do two swapped words, except for one pair of places in 2^32. Runs are mixed in order.
     """
     parts = []
     for first in range(0, len(ids), _BLOCKS_AT_ONCE):

@@ -34,7 +34,7 @@ class PendingCopy(Protocol):
     """A copy that was started. It continues even if you drop this object."""
 
     def done(self) -> bool:
-        """Whether `result` would return or raise at once. Never blocks and never raises: a failed copy is done."""
+        """Whether `result` would return or raise at once. Never blocks and never raises; true for a failed copy."""
 
     def precede(self) -> None:
         """Make all later work on the caller's current stream wait for the copy.

@@ -27,7 +27,7 @@ class LayoutUnsupported(StorageError):
 
 
 class PoolTooSmall(StorageError):
-    """The configured host memory does not hold one slot, or the machine does not have it."""
+    """The configured host memory does not hold one slot, or the machine does not have that much memory."""
 
     @classmethod
     def for_budget(cls, host_bytes: int, slot_bytes: int) -> PoolTooSmall:

@@ -5,7 +5,7 @@ The kernel kills a process that exceeds the memory limit, without an error. Chec
 kvledger reads the machine's estimate (`MemAvailable` in /proc/meminfo) and the limits of the process's control groups
 minus their usage. Cached files count as available in both, because the kernel can drop them. A limit that cannot be
 read is ignored. Other limits (`ulimit -v`, strict overcommit) make an allocation fail with an error, so they need no
-check. This module knows bytes. It must not know what they are for.
+check. This module knows bytes. It must not know what the bytes are for.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _V2 = _Controller("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_fi
 
 
 def available_memory(root: Path | None = None) -> HostMemory | None:
-    """Return the memory available under the tightest limit; None if none can be read. `root` has /proc and /sys."""
+    """Return the memory available under the tightest limit; None if no limit is readable. `root` has /proc and /sys."""
     root = ROOT if root is None else root
     return min((*_of_machine(root), *_of_groups(root)), key=lambda memory: memory.num_bytes, default=None)
 

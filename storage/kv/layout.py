@@ -153,7 +153,7 @@ def describe_layer(
         num_blocks: Number of blocks, counted as in the block table.
         block_dim: The dimension that counts blocks. Its size is `num_blocks`, or `num_blocks * r` if the kernel's
             blocks are r times smaller than those of the block table; r consecutive kernel blocks are then one page.
-            None takes the only dimension of size `num_blocks`. Pass it if you know it.
+            None takes the only dimension of size `num_blocks`. Pass the dimension if you know it.
 
     Raises:
         LayoutUnsupported: The block dimension is absent or ambiguous, elements overlap, the tensor is empty or has no

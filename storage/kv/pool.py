@@ -20,16 +20,16 @@ __all__ = ["HostPool"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process.
 _BYTES_A_MESSAGE = 16 << 30
-"""Pinning this much takes some seconds."""
+"""Bytes pinned between two messages, which takes some seconds."""
 
 _messages = logging.getLogger("vllm.kvledger")
 
 
 class HostPool:
-    """`num_slots` slots of `slot_bytes` bytes each, in one allocation. `close()` releases it.
+    """`num_slots` slots of `slot_bytes` bytes each, in one allocation. `close()` releases the memory.
 
-    The constructor touches every page of the memory, so that the start pays for the page faults and not the first
-    requests. It checks the available memory before, because the kernel would kill a process that takes more.
+    The constructor touches every page of the memory, so that the page faults delay the start and not the first
+    requests. It checks the available memory first, because the kernel would kill a process that takes more.
 
     Args:
         num_slots: At least 1.
@@ -89,7 +89,7 @@ class HostPool:
             progress=_report,
         )
         self.is_pinned = True
-        # Runs if a pool is collected without `close`; it keeps only addresses. At exit the driver cleans up.
+        # Runs if a pool is collected without `close`; the finalizer keeps only addresses. At exit the driver cleans up.
         self._unpin = weakref.finalize(self, unpin)
         self._unpin.atexit = False
 

@@ -2,7 +2,7 @@
 
 Rank 0 creates the file (`memfd_create`) and sends its path, `/proc/PID/fd/N`, to the others, which map it. Without a
 name, the file cannot be left over: the kernel frees the memory when the last process that uses it ends, for whatever
-reason, and no other engine can mistake it for its own. It is not in /dev/shm, whose size containers limit.
+reason. No other engine can mistake the file for its own. The file is not in /dev/shm, whose size containers limit.
 
 This module knows processes and bytes. It must not know vLLM.
 """

@@ -101,6 +101,7 @@ Measured at vLLM's scheduler, not from the log    no connector   kvledger
   outputs                                         {"equal" if are_equal else "DIFFERENT":>23}
 
 More
+  .venv/bin/kvledger why {log_path} {request_to_show}
   .venv/bin/kvledger show {log_path}
   .venv/bin/kvledger verify {log_path}
   .venv/bin/kvledger stats {log_path}

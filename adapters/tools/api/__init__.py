@@ -1,6 +1,6 @@
 """Python API for reading logs. The package `kvledger` exports these names and imports this module on first use.
 
-It reads logs as the commands do, and prints nothing. `kvledger.lifecycle.events` describes the events.
+The API reads logs as the commands do, and prints nothing. `kvledger.lifecycle.events` describes the events.
 """
 
 from kvledger.adapters.tools.api.errors import (

@@ -46,7 +46,7 @@ class Request:
 
     @cached_property
     def lives(self) -> tuple[Life, ...]:
-        """The id's lives, each from an arrival to its release. Reads the log once if `Log.request` made the request."""
+        """The id's lives, each from an arrival to its release. Reads the log once if `Log.request` made this object."""
         if self._known_lives is not None:
             return self._known_lives
         return reading.lives(self._source).get(self.request_id, ())
@@ -54,8 +54,9 @@ class Request:
     def why(self) -> Iterator[Reason]:
         """Yield a reason for each token that was left to compute or computed again.
 
-        A life that was never admitted has those of its last lookup. If a life has more than 512 admissions, or steps
-        that computed again, the first ones and the last are kept. `docs/reasons.md` explains the codes.
+        A life that was never admitted has the reasons of its last lookup. If a life has more than 512 admissions, or
+        more than 512 steps that computed tokens again, only the first ones and the last one are kept. `docs/reasons.md`
+        explains the codes.
 
         Raises:
             LogUnreadable: the log's header is lost, and with it the sizes of blocks and chunks.
@@ -65,7 +66,7 @@ class Request:
 
 @attrs.frozen
 class Log:
-    """One log, or all logs of a directory. Each method reads them again, start by start, the oldest first.
+    """One log, or all logs of a directory. Each method reads the logs again, start by start, the oldest first.
 
     Of a damaged log you get what can be read; `verify` reports the damage.
     """
@@ -79,11 +80,11 @@ class Log:
 
     @property
     def header(self) -> Mapping[str, object]:
-        """Header of the newest start's log, key → value. `starts` has the others."""
+        """Header of the newest start's log, key → value. `starts` has the headers of the other starts."""
         return self.starts[-1].header
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every event, for each start first those of the scheduler's log, then those of its workers."""
+        """Yield every event: for each start the events of the scheduler's log, then those of the workers' logs."""
         return itertools.chain.from_iterable(source.entries() for source in self._sources)
 
     def requests(self) -> Iterator[Request]:
@@ -93,10 +94,10 @@ class Log:
                 yield Request(source.start, request_id, source, lives)
 
     def request(self, request_id: str) -> Request:
-        """Return the request with this id, or with this part of an id if only one has it.
+        """Return the request with this id, or with this part of an id if only one id has the part.
 
         Raises:
-            RequestNotFound: no log has it.
+            RequestNotFound: no log has such an id.
             RequestAmbiguous: several ids have the part, or several logs have the id.
         """
         known = []
@@ -122,7 +123,7 @@ class Log:
         return reading.lookups(self._scheduler_entries())
 
     def copies(self) -> Iterator[Copy]:
-        """Yield every load and save in the order in which they were settled, then those that were not."""
+        """Yield every load and save in the order in which they were settled, then the copies that were not settled."""
         return itertools.chain.from_iterable(reading.copies(source.entries()) for source in self._schedulers())
 
     def steps(self) -> Iterator[Step]:
@@ -159,7 +160,7 @@ class Log:
         return rows.result()
 
     def to_pandas(self, name: str) -> pd.DataFrame:
-        """Return the same as a DataFrame. Columns with nulls have pandas' nullable types, so integers stay exact.
+        """Return the table of `to_arrow` as a DataFrame. Columns have nullable types, so that integers stay exact.
 
         Raises:
             ValueError: there is no such table.
@@ -190,7 +191,7 @@ def open_log(path: str | os.PathLike[str], *, lenient: bool = False) -> Log:
 
     Raises:
         LogNotFound: the path does not exist, or has no log.
-        LogUnreadable: none of its logs can be read.
+        LogUnreadable: no log at the path can be read.
     """
     asked = Path(path)
     with public_errors(asked):

@@ -38,12 +38,12 @@ _COMPUTED = {"admission", "recomputed", "computed_twice"}
 
 @attrs.frozen
 class Source:
-    """One log on disk. Each reading opens it again, so readings are independent."""
+    """One log on disk. Each reading opens the log again, so readings are independent."""
 
     path: Path
     start: str
     rank: int | None
-    """Rank of the worker that wrote it; None: the scheduler wrote it."""
+    """Rank of the worker that wrote the log; None: the scheduler did."""
     lenient: bool
 
     def opened(self) -> StoredLog:
@@ -138,7 +138,7 @@ def evictions(entries: Iterable[Entry]) -> Iterator[Eviction]:
 
 
 def copies(entries: Iterable[Entry]) -> Iterator[Copy]:
-    """Yield each copy when it is settled, then those whose end is not in the log."""
+    """Yield each copy when it is settled, then the copies whose end is not in the log."""
     in_flight: dict[int, Copy] = {}
     for entry in entries:
         event = entry.event

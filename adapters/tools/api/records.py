@@ -23,13 +23,13 @@ class Start:
     """One engine start and its logs."""
 
     name: str
-    """Name of its log's folder; `start` in all of its records."""
+    """Name of the folder of the start's log; `start` in all records of this engine start."""
     path: Path
     """The scheduler's log, or the last worker's if there is none."""
     worker_paths: tuple[Path, ...]
-    """Logs of its workers, which only the recorder writes."""
+    """Logs of its workers. Only the recorder's workers write logs."""
     header: Mapping[str, object] = attrs.field(repr=False)
-    """Header of the log, key → value: versions, sizes, vocabulary. Empty if no copy of it is intact."""
+    """Header of the log, key → value: versions, sizes, vocabulary. Empty if no copy of the header is intact."""
     opened_at_unix_ns: int | None
     """Time at which the log was opened, in nanoseconds since 1970; None: unknown."""
 
@@ -69,15 +69,15 @@ class Life:
     """Number of the arrival, unique in a log."""
     first_sequence: int
     last_sequence: int
-    """Its own events lie between these two, both included."""
+    """The life's events lie between `first_sequence` and this one, both included."""
     arrived_ns: int
     finished_ns: int | None
-    """None if it has not finished in the log."""
+    """None if the request has not finished in the log."""
     num_prompt_tokens: int
     num_tokens: int
     """Tokens of prompt and output."""
     outcome: str
-    """vLLM's final status; if it has not finished, its last state in the log."""
+    """vLLM's final status; if the request has not finished, its last state in the log."""
     num_preemptions: int
     num_lookups: int
     num_tokens_loaded: int
@@ -87,19 +87,19 @@ class Life:
     """Failed copies, refused loads, broken rules and failed hooks."""
     is_quarantined: bool
     queued_ns: int
-    """Time from its arrival until its first step, or until that step's load is done."""
+    """Time from the arrival until the first step, or until that step's load has completed."""
     running_ns: int
     """Time running, including the waits between the turns of a session."""
     preempted_ns: int
-    """Time from a preemption until its KV is loaded again, or until it computes again."""
+    """Time from each preemption until the request's KV is loaded again, or until the request computes again."""
 
 
 @attrs.frozen(kw_only=True)
 class Lookup:
     """A lookup: the scheduler asked what can be loaded for a request, and got an answer.
 
-    `deferred_for_job` and `num_deferred` are set only if the answer was to ask again. Then the hit, the offer and
-    `is_async` are None, and `miss_reason` is empty.
+    `deferred_for_job` and `num_deferred` are set only if the answer was to ask again. In this case the hit, the offer
+    and `is_async` are None, and `miss_reason` is empty.
     """
 
     start: str
@@ -124,7 +124,7 @@ class Lookup:
     deferred_for_job: int | None
     """Id of the copy that the answer waits for."""
     num_deferred: int | None
-    """Number of such answers in a row, this one included."""
+    """Number of deferrals in a row, this one included."""
     cause: int
     """Sequence number of the question."""
 
@@ -137,7 +137,7 @@ class Copy:
     sequence: int
     time_ns: int
     settled_sequence: int | None
-    """None if the log does not have its end, like `settled_ns`."""
+    """None if the copy's end is not in the log. `settled_ns` is then None, too."""
     settled_ns: int | None
     kind: str
     """`load`, `save` or `tail save`."""
@@ -146,7 +146,7 @@ class Copy:
     ordinal: int
     generation: int
     outcome: str
-    """`completed`, `failed`, `given up` (a save that a rank did not report), or `open` (its end is not in the log)."""
+    """`completed`, `failed`, `given up` (a save that a rank did not report), or `open` (the end is not in the log)."""
     error: str
     first_token: int | None
     """None except for loads and tail saves."""
@@ -161,18 +161,18 @@ class Copy:
     is_async: bool
     """Whether steps go on during the copy."""
     before_forward: bool
-    """Whether it is a save before the forward pass, because its blocks are already free."""
+    """Whether the copy is a save before the forward pass, because its blocks are already free."""
     ranks_done: tuple[int, ...]
     ranks_failed: tuple[int, ...]
     num_bytes: int
     """Bytes that workers reported."""
     worker_ns: int
-    """Time that workers measured, summed over their reports: its share, by bytes, of reports about several copies."""
+    """Nanoseconds that workers measured, added up over reports. A report about several copies is divided by bytes."""
 
 
 @attrs.frozen
 class Advance:
-    """One request of a step in which it did not just decode one more token."""
+    """A request in a step, unless the request only decoded one more token."""
 
     ordinal: int
     num_computed_tokens: int
@@ -226,14 +226,14 @@ class Reason:
     """What happened to the tokens: `admission` (left to compute when the request was admitted), `recomputed` (computed
     again after a preemption), `computed_twice` (after a rollback), or `lookup` (not found; not admitted so far)."""
     sequence: int
-    """Sequence number of that event."""
+    """Sequence number of the event at which this happened."""
     time_ns: int
     first_token: int
     end_token: int
-    """The first token after them."""
+    """The first token after these tokens."""
     code: ReasonCode
     evidence: tuple[int, ...]
-    """Sequence numbers of the events that prove it."""
+    """Sequence numbers of the events that prove the reason."""
     text: str
     """The tokens and the reason in words."""
 

@@ -33,7 +33,7 @@ class Verdict(enum.StrEnum):
     END_MISSING = "end_missing"
     """Sound, but events are known to be missing at the end."""
     NOTHING_CHECKED = "nothing_checked"
-    """The log has no event, or earlier ones are missing, or it has only a worker's calls."""
+    """The log has no event, lacks earlier events, or has only a worker's calls."""
     EXTENSION_STOPPED = "extension_stopped"
     """Sound, but the rules of a stopped extension were not checked to the end."""
     NOT_VERIFIED = "not_verified"
@@ -46,19 +46,19 @@ class Violation:
 
     start: str
     rank: int | None
-    """Rank of the worker whose log it is; None: the scheduler's log."""
+    """Rank of the worker whose log breaks the rule; None: the scheduler's log."""
     sequence: int
     rule: str
     """A name in `docs/invariants.md`."""
     request_id: str
-    """Empty if it concerns no single request."""
+    """Empty if the breach concerns no single request."""
     generation: int | None
     detail: str
     evidence: tuple[int, ...]
     """Sequence numbers of earlier events that show the breach together with this one."""
     time_ns: int
     ordinal: int | None
-    """Ordinal of the life that it concerns; None: unknown, or it concerns no single request."""
+    """Ordinal of the life that the breach concerns; None: unknown, or the breach concerns no single request."""
     cause: int
     """Sequence number of the observation at which the rule is broken."""
     finding: int
@@ -106,18 +106,18 @@ class Damage:
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """One cause, as far as a log can show, with what follows from it. `kvledger verify` counts the same findings."""
+    """One cause, as far as a log can show it, with its consequences. `kvledger verify` counts the same findings."""
 
     start: str
     rank: int | None
     sequence: int | None
     """Sequence number of the first event; None: unknown."""
     request_id: str
-    """Empty if it concerns no single request."""
+    """Empty if the finding concerns no single request."""
     text: str
     """The first breach in words: what, where, how often."""
     follows: tuple[str, ...]
-    """The breaches that follow from it, in words."""
+    """The later breaches, in words."""
 
     def __str__(self) -> str:
         return "\n  then ".join(map(visible, (self.text, *self.follows)))
@@ -168,7 +168,7 @@ class Report:
     """Results of verifying all logs that were opened."""
 
     logs: tuple[LogReport, ...]
-    """Start by start, the oldest first; for each start the scheduler's log, then those of its workers."""
+    """Start by start, the oldest first; for each start the scheduler's log, then the workers' logs."""
     unreadable: tuple[LogUnreadable, ...] = ()
     """An error for each log that could not be opened."""
 
@@ -181,22 +181,22 @@ class Report:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Those of all logs."""
+        """The findings of all logs."""
         return tuple(itertools.chain.from_iterable(each.findings for each in self.logs))
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """Those of all logs."""
+        """The violations of all logs."""
         return tuple(itertools.chain.from_iterable(each.violations for each in self.logs))
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
-        """Those of all logs."""
+        """The divergences of all logs."""
         return tuple(itertools.chain.from_iterable(each.divergences for each in self.logs))
 
     @property
     def damage(self) -> tuple[Damage, ...]:
-        """That of all logs."""
+        """The damage of all logs."""
         return tuple(itertools.chain.from_iterable(each.damage for each in self.logs))
 
     @property

@@ -1,7 +1,8 @@
 """Builds the command line from `COMMANDS`.
 
-A command is the function `run` of the module with its name, or an entry point. It takes its arguments and an `Output`,
-and returns an exit code. cyclopts imports only the chosen command; `kvledger --help` imports none, nor the core.
+A command is the function `run` of the module with the command's name, or an entry point. The function takes the
+command's arguments and an `Output`, and returns an exit code. cyclopts imports only the chosen command.
+`kvledger --help` imports neither a command nor the core.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvledger.adapters.tools.exit_codes import ExitCode
 
 
 def build_app() -> App:
-    """Return the app with all commands; its `meta` runs one."""
+    """Return the app with all commands; its `meta` runs the chosen command."""
     app = App(
         name="kvledger",
         help="Read the event logs of kvledger.",

@@ -1,7 +1,7 @@
 """`kvledger check`: report what a configuration would do, before an engine starts.
 
-It runs the connector's own checks, which need vLLM and are imported only then. It loads no weights, allocates nothing,
-and leaves nothing on disk.
+The command runs the connector's own checks, which need vLLM and are imported only when the command runs. It loads no
+weights, allocates nothing, and leaves nothing on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _OURS = "KVLedgerConnector"
 _PATH = re.compile(r"[^\s{}\[\]\"':@]{1,255}")
-"""An argument that is not a file and may be quoted. Any other text may be a configuration with passwords."""
+"""An argument that is not a file and that a message may quote. Other text may be a configuration with passwords."""
 
 
 _AS_VLLM = "as given to vLLM"
@@ -119,7 +119,7 @@ def _text(given: str) -> str:
 
 
 def _transfer(text: str) -> dict[str, Any]:
-    """Return the object of `--kv-transfer-config`; complete an extra configuration alone to one."""
+    """Return the object of `--kv-transfer-config`; build it if only an extra configuration was given."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -133,7 +133,10 @@ def _transfer(text: str) -> dict[str, Any]:
 
 
 def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
-    """Return kvledger's connectors in it: itself, or children of a `MultiConnector`. Others cannot be judged."""
+    """Return kvledger's connectors in the configuration: the connector itself, or children of a `MultiConnector`.
+
+    Other connectors cannot be judged.
+    """
     from kvledger.adapters.vllm.transfer import accepted, connectors
 
     every = list(connectors(accepted(transfer)))

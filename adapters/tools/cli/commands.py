@@ -1,6 +1,7 @@
 """The help of each command, available without importing its module: one line, exit codes, two examples.
 
-`--help`, docs/commands.md and the tests that run the examples use it. This module must not know how a command works.
+`--help`, docs/commands.md and the tests that run the examples use this help. This module must not know how a command
+works.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Command:
     examples: Mapping[str, str]
     """Purpose → command line."""
     is_entry_point: bool = False
-    """Whether its function is the entry point of its name in the group `kvledger.commands`, outside of the tools."""
+    """Whether the command is outside of the tools: the entry point of its name in the group `kvledger.commands`."""
 
     def path(self, name: str) -> str:
         """Return the path from which cyclopts imports the function of the command `name`."""
@@ -54,7 +55,7 @@ def _codes(codes: Mapping[ExitCode, str]) -> str:
 
 def __getattr__(name: str) -> Callable[..., ExitCode]:
     """Return the function of a command that is an entry point. cyclopts calls this."""
-    from importlib.metadata import entry_points  # noqa: PLC0415 -- looks at all that is installed
+    from importlib.metadata import entry_points  # noqa: PLC0415 -- searches all installed packages
 
     for entry_point in entry_points(group="kvledger.commands", name=name):
         function: Any = entry_point.load()

@@ -65,7 +65,7 @@ def run(
 
 
 def described(core: Core) -> dict[str, object]:
-    """Return a core as plain values."""
+    """Return name → part of a core, as plain values."""
     return {
         "fingerprint": core.fingerprint(),
         "events": {event_id: event.version for event_id, event in core.events.items()},

@@ -1,4 +1,7 @@
-"""`kvledger export --otlp`: send or write logs as OpenTelemetry spans. Must not know the content of spans."""
+"""`kvledger export --otlp`: send or write logs as OpenTelemetry spans.
+
+This module must not know the content of spans.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follows a log: one line for each thing that happens to a request, without quiet progress."""
+"""Follows a log: one line for each thing that happens to a request, except progress of saves and prefill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STUCK_AFTER_POLLS = 25
 
 @attrs.frozen
 class Line:
-    """Effect of one observation on one request (`request_id` empty: on no single one)."""
+    """Effect of one observation on one request (`request_id` empty: on no single request)."""
 
     first_sequence: int
     time_ns: int
@@ -107,7 +107,7 @@ class Feed(ObservationVisitor):
         return "; ".join(filter(None, (*parts, *describe_decisions(decisions, self._core))))
 
     def _repeats(self, request_id: str, text: str, sequence: int) -> bool:
-        """Whether a lookup repeats the one before. vLLM looks up a waiting request in every step."""
+        """Whether a lookup only repeats the previous one. vLLM looks up a waiting request in every step."""
         polls, now_ns = self.state.polls.get(request_id), self.moment.time_ns
         if polls is not None and without_numbers(polls.last_text) == without_numbers(text):
             polls.last_text, polls.last_ns, polls.last_sequence = text, now_ns, sequence
@@ -128,10 +128,10 @@ class Feed(ObservationVisitor):
 
 
 def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
-    """Yield every batch of a log after `log.start_sequence`, then those that are appended.
+    """Yield every batch of a log after `log.start_sequence`, then the batches that are appended.
 
-    Yields None after each look at the log. Ends when no process writes it; for a copy or a mirror, which does not show
-    this, never.
+    Yields None after each look at the log. Ends when no process writes the log. A copy or a mirror does not show this,
+    so it is followed without end.
     """
     place, last_sequence = (log.files()[0].name, 0), log.start_sequence
     for batch in log.batches_behind(last_sequence) if last_sequence else log.batches():

@@ -27,7 +27,7 @@ from kvledger.storage.events.files import refused_link
 def logs_of(reading: Reading, output: Output, *, with_workers: bool = False) -> list[Path]:
     """Return the logs that LOG means, start by start, the newest last. Raises `CommandFailed` if there are none.
 
-    With `--newest`, only the scheduler's log of the newest start; `with_workers` adds its workers' logs before it.
+    With `--newest`, only the scheduler's log of the newest start; `with_workers` puts the workers' logs before it.
     """
     log, request = reading.log, reading.request
     if request and os.path.lexists(request):
@@ -69,9 +69,9 @@ def _newest(logs: Sequence[Path], reading: Reading, *, with_workers: bool) -> li
 def selected(
     reading: Reading, output: Output, logs: Sequence[Path] | None = None, core: Core | None = None
 ) -> Iterator[tuple[StoredLog, Selection]]:
-    """Yield each log, opened, with its selected part; with REQUEST, only the log that has it.
+    """Yield each log, opened, with its selected part; with REQUEST, only the log that has the request.
 
-    Default: the logs that LOG means, read with the standard core.
+    `logs`: default: the logs that LOG means. `core`: default: the standard core.
     """
     logs = logs_of(reading, output) if logs is None else logs
     core = core or composed_core((), ())
@@ -88,11 +88,11 @@ def selected(
 def foldable(
     reading: Reading, output: Output, logs: Sequence[Path] | None = None, core: Core | None = None
 ) -> list[tuple[StoredLog, Selection]]:
-    """Return the same without logs whose configuration is lost. Raises `CommandFailed` if none is left."""
+    """Return what `selected` yields, except logs without configuration. Raises `CommandFailed` if none remain."""
     found = []
     for log, selection in selected(reading, output, logs, core):
         with output.apart_from_others(log.path):
-            log.configuration  # noqa: B018 -- it raises
+            log.configuration  # noqa: B018 -- raises if it is lost
             found.append((log, selection))
     if not found:
         raise CommandFailed(
@@ -133,7 +133,7 @@ def opened_log(path: Path, reading: Reading, core: Core) -> StoredLog:
 
 
 def find_request(logs: Sequence[Path], reading: Reading, output: Output, core: Core) -> tuple[StoredLog, str]:
-    """Return the opened log that has the request, and the request's whole id; see `one_request`, which may raise."""
+    """Return the opened log that has the request, and the request's whole id. Raises what `one_request` raises."""
     asked = reading.request or ""
     known: list[tuple[StoredLog, dict[str, None]]] = []
     for path in logs:

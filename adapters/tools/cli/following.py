@@ -30,8 +30,8 @@ def show_following(
         log: the opened log.
         selection: the part to print.
         output: where to print it.
-        num_last: number of lines to print from the past; None: all.
-        is_from_end: whether to begin at the newest snapshot instead of reading gigabytes.
+        num_last: number of past lines to print first; None: all.
+        is_from_end: whether to begin at the newest snapshot instead of the log's beginning.
     """
     earlier: deque[Line] | None = deque(maxlen=num_last)
     model, clock = begin_model(log, at_newest_snapshot=is_from_end), Clock(log.header)
@@ -89,7 +89,7 @@ def _show_lines(output: Output, lines: Iterable[Line], clock: Clock) -> None:
 
 
 def _moment(output: Output, clock: Clock, time_ns: int, sequence: int) -> str:
-    """Return the beginning of a line. Print the date before it if the day has changed."""
+    """Return the beginning of a line. If the day has changed, print the date first."""
     if day := clock.new_day(time_ns):
         output.line(f"{day} (UTC)", style="dim")
     at = f"{milliseconds(time_ns):>12}  {sequence:>8}  "

@@ -16,13 +16,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             exit_code = _run(sys.argv[1:] if argv is None else list(argv))
-        except BaseException as error:  # noqa: BLE001 -- it is explained
+        except BaseException as error:  # noqa: BLE001 -- the error is explained
             from kvledger.adapters.tools.cli.running import explained  # noqa: PLC0415 -- imports the core
 
             exit_code = explained(error)
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException as error:  # noqa: BLE001 -- what ends the command
+    except BaseException as error:  # noqa: BLE001 -- errors that end the command
         from kvledger.adapters.tools.cli.running import ended  # noqa: PLC0415
 
         exit_code = ended(error)
@@ -35,7 +35,7 @@ def _run(words: list[str]) -> int:
         return 0
     from kvledger.adapters.tools.cli.app import build_app  # noqa: PLC0415
 
-    if not os.environ.get("KVLEDGER_LOG"):  # an empty one would be the current directory
+    if not os.environ.get("KVLEDGER_LOG"):  # an empty value would mean the current directory
         os.environ.pop("KVLEDGER_LOG", None)
     return int(build_app().meta(words) or 0)
 

@@ -45,7 +45,7 @@ def value(read: Callable[[str], Any], metavar: str | None = None, **about: Any) 
     """Return an argument that `read` parses. `ValueError` means wrong usage."""
 
     def convert(_type: object, tokens: Sequence[Token]) -> Any:  # noqa: ANN401
-        return read(",".join(token.value for token in tokens))  # several only if the option is repeated
+        return read(",".join(token.value for token in tokens))  # several tokens only if the option is repeated
 
     return Parameter(converter=convert, metavar=metavar, n_tokens=1, accepts_keys=False, **about)
 
@@ -60,7 +60,7 @@ class Moment:
 
     @property
     def last_ns(self) -> int:
-        """Its last nanosecond: 10:30:00.101 means all of that millisecond, 10:30:00 all of that second."""
+        """The moment's last nanosecond: 10:30:00.101 means all of that millisecond, 10:30:00 all of that second."""
         if self.kind not in {"unix_ns", "of_day_ns"}:
             return self.value
         _, point, fraction = self.text.partition(".")
@@ -124,7 +124,7 @@ def num_bytes(text: str) -> int:
 
 
 def json_object(text: str) -> dict[str, object]:
-    """Parse a JSON object without NaN or infinity. Raises `ValueError` that does not quote it: it may have a secret."""
+    """Parse a JSON object without NaN or infinity. Raises `ValueError` without the text, which may be secret."""
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -175,7 +175,7 @@ class Reading:
     ] = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        """Read a single argument that is not a path as the REQUEST if `KVLEDGER_LOG` is set."""
+        """If `KVLEDGER_LOG` is set, use a single argument that is not a path as the REQUEST."""
         default = os.environ.get(DEFAULT_LOG)
         if default and self.request is None and may_be_request(self.log):
             object.__setattr__(self, "request", str(self.log))
@@ -241,7 +241,7 @@ def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: s
     """Return the part of `log` that the options select. `request_id` is the whole id of the request.
 
     Raises:
-        CommandFailed: they select nothing, or have a date or time of day and the log has no opening time.
+        CommandFailed: the options select nothing, or need the log's opening time, which its header does not have.
     """
     since, until = reading.since, reading.until
     if since is None and until is None:
@@ -268,7 +268,10 @@ def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: s
 
 
 def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = False) -> int | None:
-    """Return nanoseconds since the log was opened; with `is_end`, the last nanosecond of the moment."""
+    """Return the moment in nanoseconds since the log was opened; with `is_end`, its last nanosecond.
+
+    None: no moment, or an event number.
+    """
     if asked is None or asked.kind == "event":
         return None
     if asked.kind == "since_opening_ns":
@@ -287,7 +290,7 @@ def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = Fa
 
 
 def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
-    """Return the first event at or after a time."""
+    """Return the number of the first event at or after a time; None: there is none."""
     for number, event in events:
         at_ns = getattr(event, "time_ns", None)
         if at_ns is not None and at_ns >= time_ns:
@@ -296,7 +299,7 @@ def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
 
 
 def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
-    """Return the last event not after a time, its decisions included; None: the log's last one."""
+    """Return the number of the last event not after a time, decisions included; None: the log's last event."""
     for number, event in events:
         at_ns = getattr(event, "time_ns", None)
         if at_ns is not None and at_ns > time_ns:

@@ -36,12 +36,12 @@ from kvledger.lifecycle.audit import Judgement
 from kvledger.storage.events import HowEnded
 
 _PIPED_WIDTH = 100_000
-"""Columns of a pipe: nothing is wrapped or cut."""
+"""Columns for a pipe, so that nothing is wrapped or cut."""
 _BYTES_PER_UPDATE = 1 << 18
 _GAP = 2
 """Characters between two columns of a table."""
 _FOLDED = 28
-"""Unused."""
+"""Most characters of a column that count when `table` chooses columns; the terminal folds longer text."""
 _LEAST_PROSE = 34
 """Characters of the narrowest column into which text is folded."""
 _BELOW = 4
@@ -86,7 +86,7 @@ class Output:
                 self._live = None
 
     def show(self, drawn: RenderableType) -> None:
-        """Print it; inside `screen`, replace what is shown."""
+        """Print `drawn`; inside `screen`, replace what is shown."""
         if self._live is None:
             self._print(drawn)
         else:
@@ -271,13 +271,13 @@ Written = Annotated[Output, Parameter(parse=False)]
 
 
 def progress_in_bytes() -> Progress:
-    """Return a progress bar on stderr that disappears when it is done."""
+    """Return a progress bar on stderr that disappears at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(file=sys.stderr), transient=True)
 
 
 def show_title(output: Output, request_id: str, clock: Clock, time_ns: int) -> None:
-    """Print the request of the following timeline, and when it begins."""
+    """Print the request's id and when its timeline begins, above the timeline."""
     at = clock.date_and_time(time_ns)
     clock.new_day(time_ns)
     output.line(f"{request_id}, {at}" if at else request_id, style="bold")

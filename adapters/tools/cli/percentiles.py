@@ -29,7 +29,7 @@ class Percentiles:
         self._counts[round(value, 3 - len(str(value)))] += 1
 
     def merge(self, other: Percentiles) -> None:
-        """Add the counts of another."""
+        """Add the values of `other`."""
         self.sum += other.sum
         self.max = max(self.max, other.max)
         self._counts += other._counts

@@ -27,7 +27,7 @@ def show_pool_sizes(output: Output, path: str | None, estimate: Estimate) -> Non
 
 def _show_table(output: Output, estimate: Estimate) -> None:
     own = next((size.num_slots for size in estimate.sizes if size.factor == 1), None)
-    # A pool holds a chunk at least, so half of a tiny pool may be the pool as it was.
+    # Every estimated pool has room for a chunk, so half of a tiny pool may be as large as the pool itself.
     sizes = [size for size in estimate.sizes if size.factor == 1 or own is None or size.num_slots != own]
     output.table(_COLUMNS, [_row(size, estimate) for size in sizes if size.name])
     output.line(estimate.comparison)

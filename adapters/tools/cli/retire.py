@@ -1,8 +1,8 @@
 """`kvledger retire`: keep logs that no process writes within a size and an age. No other command deletes from a log.
 
-It deletes whole segments, the oldest first, and records each one before. `verify` then reports what was retired, when
-and why. If the snapshot from which the rest will be read is missing, `retire` tries to make it first. It does not touch
-a log that is being written: the writer has limits of its own.
+`retire` deletes whole segments, the oldest first, and records each segment before deleting it. `verify` then reports
+what was retired, when and why. If the snapshot from which the rest will be read is missing, `retire` tries to make that
+snapshot first. It does not touch a log that is being written, because the writer has limits of its own.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def _retire(
 
 
 def _make_snapshots(directory_of: Callable[[Retirement], Path], plan: Callable[[], list[Retirement]]) -> None:
-    """Make missing snapshots from which the remaining segments are read. They count towards the limits."""
+    """Make missing snapshots from which the remaining segments are read. These snapshots count towards the limits."""
     tried: set[tuple[str, str]] = set()
     while True:
-        last = {each.log: each for each in plan()}.values()  # of each log that loses segments
+        last = {each.log: each for each in plan()}.values()  # the last of each log that loses segments
         lacking = [each for each in last if not each.is_rest_verifiable and (each.log, each.segment) not in tried]
         if not lacking:
             return

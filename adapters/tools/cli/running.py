@@ -24,12 +24,12 @@ from kvledger.storage.extras import EXTRAS
 
 
 def run_command(command: Callable[..., ExitCode], bound: inspect.BoundArguments, *, is_json: bool) -> ExitCode:
-    """Run a command with its arguments and an output. Return the most severe exit code of it and its logs."""
+    """Run a command with its arguments and an output. Return the most severe exit code of the command and its logs."""
     output = Output(is_json=is_json)
     log = bound.arguments.get("log", getattr(bound.arguments.get("reading"), "log", None))
     try:
         return gravest([command(*bound.args, **bound.kwargs, output=output), *output.failures])
-    except BaseException as error:  # noqa: BLE001 -- it is explained
+    except BaseException as error:  # noqa: BLE001 -- the error is explained
         return explained(error, log)
 
 
@@ -80,7 +80,7 @@ def _usage(error: CycloptsError) -> str:
 
 
 def ended(error: BaseException) -> ExitCode:
-    """Return the exit code of a command that was interrupted, or whose output cannot be written or is not read."""
+    """Return the exit code of a command that was interrupted, or whose output can no longer be written or read."""
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     if not isinstance(error, OutputFailed):

@@ -1,7 +1,7 @@
 """Runs a command on several logs in several processes, and prints their outputs in the order of the logs.
 
-The output is the same as from one process. If a process is killed, the other logs are not affected. Must not know what
-the command does.
+The output is the same as from one process. If a process is killed, the other logs are not affected. This module must
+not know what the command does.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvledger.storage.events.files import num_bytes_of
 from kvledger.storage.events.segment_file import segment_paths
 
 OnLogs = Callable[[Sequence[Path], Output], list[ExitCode]]
-"""Runs the command on some of the logs, and returns the exit code of each that can be read."""
+"""Runs the command on some of the logs, and returns the exit code of each log that can be read."""
 OnLost = Callable[[Path, str, Output], ExitCode]
-"""Reports a log whose process was killed at each try, and why; returns the exit code."""
+"""Reports a log whose process was killed at every try, with the reason; returns the exit code."""
 
 
 @attrs.frozen
@@ -58,7 +58,7 @@ def side_by_side(
                     output.line()
                 codes.append(on_lost(path, str(lost), output))
                 continue
-            # Each output begins with an empty line, which the first one does not need.
+            # Each output begins with an empty line, which the first output does not need.
             sys.stdout.write(printed.out if codes else printed.out.removeprefix("\n"))
             sys.stderr.write(printed.err)
             codes += printed.codes
@@ -75,7 +75,7 @@ def num_bytes(path: Path) -> int:
 
 
 class _Text(io.StringIO):
-    """Replaces stdout, and is a terminal if stdout is one."""
+    """Replaces stdout, and claims to be a terminal if stdout is a terminal."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         super().__init__()

@@ -34,9 +34,9 @@ from kvledger.lifecycle.reader import Model, Reader
 
 _MAX_LISTED = 200
 _LINES_BEFORE = 10
-"""Lines of the past that `--follow` prints first."""
+"""Number of past lines that `--follow` prints first."""
 _MAX_IN_FRAME = 4096
-"""Events at a log's end in which to look for a call in progress; one hook call writes fewer."""
+"""Number of events at a log's end in which to look for a call in progress; one hook call writes fewer events."""
 _COLUMNS = {
     "request": "left",
     "outcome": "left",
@@ -68,18 +68,18 @@ class Listing:
     """Which requests to list, in which order."""
 
     limit: int
-    """Number of requests to list, the last ones in this order; 0: all."""
+    """Number of requests to list, the last ones in the chosen order; 0: all."""
     only_failed: bool
     sort: str
 
     def chosen(self, summaries: Sequence[RequestSummary]) -> Sequence[RequestSummary]:
-        """Return the requests to list, in order, without the limit."""
+        """Return the requests to list, in order, before the limit is applied."""
         chosen = [each for each in summaries if each.has_failed] if self.only_failed else summaries
         key = _SORTS[self.sort]
         return chosen if key is None else sorted(chosen, key=key)
 
     def said(self, num_listed: int, summaries: Sequence[RequestSummary]) -> str:
-        """Return which requests are listed, in words; empty if every request is."""
+        """Return which requests are listed, in words; empty if all of them are."""
         num_chosen = len(self.chosen(summaries))
         which = f"{num_chosen} of {plural(len(summaries), 'request')} failed" if self.only_failed else ""
         if num_listed == num_chosen:
@@ -165,7 +165,7 @@ def _show_request(log: StoredLog, selection: Selection, request_id: str, output:
         reader = Reader(timelines.model, [timelines])
         with contextlib.closing(index):
             lives = list(index.summaries(selection.first_sequence, request_id))
-            for span in index.spans(request_id):  # events before and between do not affect it
+            for span in index.spans(request_id):  # events outside its lives do not affect it
                 events = index.events_between(span.first_sequence, span.last_sequence)
                 reader.take(events)
             index.contents.copy_counts(log)
@@ -222,7 +222,7 @@ def _show_timeline(
 
 
 def _begin(log: StoredLog, output: Output) -> Model:
-    """Return the model at the log's beginning, or at the first snapshot, which is reported."""
+    """Return the model at the log's beginning, or at the first snapshot. Report a beginning at a snapshot."""
     model = begin_model(log, None if log.header else HEADER_LOST)
     for remark in log.start_remarks:
         output.remark(remark)
@@ -317,7 +317,7 @@ def _show_summary(
 
 
 def _fields(summary: RequestSummary, clock: Clock) -> dict[str, object]:
-    """Return the fields of a request for JSON."""
+    """Return field name → value of a request, for JSON."""
     unix = {"arrived_unix_ns": summary.arrived_ns, "finished_unix_ns": summary.finished_ns}
     return {**summary.fields(), **{name: clock.unix_ns(time_ns) for name, time_ns in unix.items()}}
 

@@ -1,4 +1,4 @@
-"""Figures of a log, counted in one pass and in bounded memory. Those of several logs can be added."""
+"""Figures of a log, counted in one pass and in bounded memory. The figures of several logs can be added up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DURATIONS = {
     "save_times": "save_time_ns",
     "recovery_times": "recovery_time_ns",
 }
-"""Kind of duration in the totals → its name here."""
+"""Kind of duration in the totals → its name in `Statistics.percentiles`."""
 _QUEUED = "queue_time_ns"
 _PERCENTILES = (_QUEUED, *_DURATIONS.values(), "events_per_step", "bytes_per_step")
 
@@ -83,8 +83,8 @@ class Statistics:
 class Counting(Visitor[Model]):
     """Counts the events of a log, and collects its totals and reasons. Call `result` at the end.
 
-    Give a reader `visitors` in this order, so that totals and reasons do not contain the selection's first event when
-    it begins.
+    Pass `visitors` to a reader in this order. Totals and reasons then do not contain the selection's first event yet
+    when the selection begins.
     """
 
     needs = ("lives", "copies")
@@ -98,7 +98,7 @@ class Counting(Visitor[Model]):
         self._selection = selection
         self._first_ns = 0
         self._before: tuple[Sums, Figures] | None = None
-        """Sums and figures of what precedes the selection; None before it begins."""
+        """Sums and figures of the events before the selection; None until the selection begins."""
         self._since_step = [0, 0]
         self._has_step = False
         """Whether the current frame has a step."""
@@ -106,7 +106,7 @@ class Counting(Visitor[Model]):
 
     @property
     def visitors(self) -> tuple[Visitor[Model], ...]:
-        """This visitor, and those that it uses."""
+        """This visitor, and the visitors that it uses."""
         return self, self._totals, self._accounts, *([] if self._pool_sizes is None else [self._pool_sizes])
 
     def visits(self) -> Visits:
@@ -114,7 +114,7 @@ class Counting(Visitor[Model]):
         return [(event_class, self._take) for event_class in e.STANDARD_EVENTS.values()]
 
     def ended(self, _life: Life) -> None:
-        """Begin the selection if this event is its first."""
+        """Begin the selection if the current event is the first selected one."""
         self._reach()
 
     def end_frame(self, batch: Batch) -> None:

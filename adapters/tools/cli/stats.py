@@ -122,14 +122,14 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, so
 
 
 def _advice(log: StoredLog | None, statistics: Statistics) -> dict[str, str]:
-    """Return what to change; nothing for several logs, which may have different configurations."""
+    """Return reason → what to change; empty for several logs, which may have different configurations."""
     if log is None or log.decides_elsewhere:
         return {}
     return advice(statistics.sums, log.configuration, Spent(**statistics.spent), statistics.num_queued)
 
 
 def _rates(statistics: Statistics) -> dict[str, float]:
-    """Return name → rate per second of the covered time, which is the sum for several logs."""
+    """Return name → rate per second of covered time. For several logs, their covered times are added up."""
     seconds = statistics.duration_ns / _NS_PER_S
     figures = statistics.figures
     counts = {

@@ -1,7 +1,7 @@
 """Standard output and error for commands, whose reader may end at any moment.
 
-A failed write raises `OutputFailed`. That is not an `Exception`, so code that survives errors of a log does not catch
-it and report it as one. This module must not know what is written.
+A failed write raises `OutputFailed`. This class is not an `Exception`, so code that reports errors of a log and
+continues does not catch it. This module must not know what is written.
 """
 
 from __future__ import annotations

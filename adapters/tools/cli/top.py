@@ -40,7 +40,9 @@ def run(
     *,
     interval: Annotated[float, value(seconds, "DURATION", help="time between two views, such as 500ms or 2s")] = 1.0,
     limit: Annotated[int, value(positive, "N", help="show the N requests that have waited longest")] = 10,
-    once: Annotated[bool, Parameter(help="print one view and end; the default if stdout is not a terminal")] = False,
+    once: Annotated[
+        bool, Parameter(help="print one view and end; the default without --json if stdout is not a terminal")
+    ] = False,
     output: Written,
 ) -> ExitCode:
     """Show views until the engine has ended, or until Ctrl-C."""
@@ -54,7 +56,7 @@ def run(
                     _show(view, output)
                     if once:
                         break
-                shown = stored.path if once else _newest(log)  # another one if the engine has restarted
+                shown = stored.path if once else _newest(log)  # another log if the engine has restarted
         if not once and not output.is_json and view is not None:
             _show(view, output)
     except KeyboardInterrupt:

@@ -27,10 +27,10 @@ from kvledger.adapters.units import plural, size
 from kvledger.lifecycle.events import Event
 
 _MAX_SHOWN = 20
-"""Most findings, and consequences of one, in the text; `--json` has all that are kept."""
+"""Maximum number of findings in the text, and of later breaches in each; `--json` has all that are kept."""
 _OBJECTS_PER_COLLECTION = 200_000
 MIN_BYTES = 4 << 20
-"""Smallest total size to verify in parallel; with less, one process is faster."""
+"""Smallest total size in bytes of logs that are verified in parallel; below it, one process is faster."""
 
 
 def run(
@@ -110,7 +110,7 @@ def _findings(log: StoredLog, selection: Selection) -> Findings:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage rarely: an audit makes no cycles, and each collection scans everything that it keeps."""
+    """Collect garbage rarely: an audit makes no cycles, and each collection scans everything that the audit keeps."""
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_OBJECTS_PER_COLLECTION)
@@ -236,7 +236,7 @@ def _show_more(output: Output, indent: str, total: int) -> None:
 
 
 def _evidence(log: StoredLog, findings: Collection[Finding]) -> dict[int, Event]:
-    """Return sequence number → event of the evidence, read from the log again to save memory."""
+    """Return sequence number → event for the findings' evidence. Reads the log again, to save memory."""
     wanted = {sequence for finding in findings for sequence in finding.first.evidence}
     if not wanted:
         return {}

@@ -32,7 +32,7 @@ from kvledger.lifecycle.reader import Spent
 _ARRIVED = e.RequestArrived.id
 _GIVE_LOG = "give the LOG before it or set KVLEDGER_LOG (`kvledger ls` lists the logs of a directory)"
 _FOR_PEOPLE = frozenset({"spans", "reasons", "words", "held"})
-"""Fields of a cause that its own object does not have."""
+"""Fields of a cause that its JSON object does not have."""
 _Chain = tuple[RequestHistory, Sequence[Cause]]
 """One life, and its causes."""
 
@@ -148,7 +148,7 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock, log: Stor
 
 
 def show_advice(output: Output, texts: Mapping[str, str]) -> None:
-    """Print what to change, a line each; nothing without advice."""
+    """Print what to change, one line for each reason; print nothing without advice."""
     if texts:
         output.line()
         output.line("possible changes", style="bold")
@@ -157,7 +157,7 @@ def show_advice(output: Output, texts: Mapping[str, str]) -> None:
 
 
 def show_total(output: Output, sums: Sums) -> None:
-    """Print the tokens by reason, and the equation that shows that they add up."""
+    """Print the tokens by reason, and the equation that shows that the tokens add up."""
     columns = {"reason": "left", "left to compute": "right", "computed again": "right", "meaning": "left"}
     found = sums_by_reason(sums)
     rows = [[reason.value, str(missed), str(again), reason.meaning] for reason, missed, again in found]

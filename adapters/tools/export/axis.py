@@ -1,6 +1,6 @@
 """A time axis with long idle times folded: positions of moments, folds and ticks.
 
-Times are nanoseconds of any one clock. It must not know what is drawn along it.
+Times are nanoseconds, all of the same clock. This module must not know what is drawn along the axis.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FOLD_WIDTH = 0.03
 _MAX_FOLDED = 0.3
 """Largest total width of the folds, as a share of the axis."""
 _TICK_DISTANCE = 0.11
-"""Least distance of ticks, as a share of the axis, so that a time of day fits between them."""
+"""Smallest distance between ticks, as a share of the axis, so that a time of day fits between them."""
 _STEPS_NS = [
     *(base * 10**power for power in range(1, 10) for base in (1, 2, 5)),
     *(seconds * 10**9 for seconds in (10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 4 * 3600, 12 * 3600)),
@@ -33,7 +33,7 @@ class Fold:
     first_ns: int
     last_ns: int
     share: float
-    """Position of its begin, from 0 to 1."""
+    """Position of its beginning, from 0 to 1."""
     width: float
 
     @property
@@ -49,7 +49,7 @@ class Tick:
     time_ns: int
     share: float
     step_ns: int
-    """Precision of its label: the distance between round moments; for other moments at most a millisecond."""
+    """Precision of the label: the distance between round moments; for a moment that is not round, 1 ms or less."""
 
 
 class Axis:
@@ -91,14 +91,14 @@ class Axis:
         return fold.share + fold.width * (time_ns - fold.first_ns) / fold.duration_ns
 
     def percent(self, time_ns: int, until_ns: int | None = None) -> str:
-        """Return the same in percent; with `until_ns`, the width of the time between both."""
+        """Return the position of a time in percent; with `until_ns`, the width from one time to the other."""
         share = self.share(time_ns)
         if until_ns is not None:
             share = self.share(until_ns) - share
         return f"{share * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
     def ticks(self, zoom: int = 1) -> Iterator[Tick]:
-        """Yield the moments to label: the begins of pieces, and round moments if there is room.
+        """Yield the moments to label: the beginning of each piece, and round moments if there is room.
 
         Args:
             zoom: width of the axis divided by the width of its window.
@@ -127,7 +127,7 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def joined(intervals: Sequence[Interval], longest_ns: float) -> list[Interval]:
-    """Return the intervals, with those at most `longest_ns` apart joined."""
+    """Return the intervals. Neighbours that are at most `longest_ns` apart are joined."""
     pieces = [intervals[0]]
     for first, last in intervals[1:]:
         if first - pieces[-1][1] <= longest_ns:

@@ -55,7 +55,7 @@ class PageClock:
 
 
 def time_of_day(tick: Tick) -> str:
-    """Return the label of a tick in Unix time, with the precision of the tick."""
+    """Return the label of a tick whose time is a Unix time, with the precision of the tick."""
     text = iso(tick.time_ns)[11:19]
     if tick.step_ns >= _NS_PER_S:
         return text

@@ -13,12 +13,12 @@ NUM_COLUMNS = 800
 HEIGHT = 100
 
 Samples = Sequence[tuple[int, tuple[int, ...]]]
-"""(time, value of each of `SERIES` from then on)."""
+"""(time, value of each series in `SERIES` from that time on)."""
 
 
 @attrs.frozen
 class Curve:
-    """One series of all logs."""
+    """One series, for all logs."""
 
     name: str
     highest: int

@@ -1,4 +1,4 @@
-"""Counts the distinct blocks that requests hold. It updates the count by one table at a time, to save time."""
+"""Counts the distinct blocks that requests hold. The count is updated one block table at a time, to save time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvledger.lifecycle.reader import Model
 
 
 class HeldBlocks:
-    """The distinct blocks in the tables of all lives; a shared block is in several tables and counts once.
+    """The distinct blocks in the block tables of all lives. A shared block is in several tables and counts once.
 
     Args:
         model: contains the tables.
-        kept: ordinal of a finished life → blocks that are held for its copies until it is released.
+        kept: ordinal of a finished life → blocks that are held for that life's copies until it is released.
     """
 
     def __init__(self, model: Model, kept: dict[int, list[int]]) -> None:
@@ -41,13 +41,13 @@ class HeldBlocks:
             self._tables[ordinal] = table
 
     def keep(self, ordinal: int) -> None:
-        """Note that a life has finished and its blocks are held for its copies."""
+        """Record that a life has finished, and that its blocks are held for its copies."""
         life = self._model.lives.of(ordinal)
         if life is not None:
             self._kept[ordinal] = list(self._model.tables.lost_by(life))
             self.look(ordinal)
 
     def forget(self, ordinal: int) -> None:
-        """Note that a life has been released."""
+        """Record that a life has been released."""
         self._kept.pop(ordinal, None)
         self.look(ordinal)

@@ -1,6 +1,6 @@
-"""Shortens ids for narrow columns by hiding the beginning and end that all share, and the middle of long ids.
+"""Shortens ids for narrow columns by hiding the beginning and end that all ids share, and the middle of long ids.
 
-It must not know what the ids name.
+This module must not know what the ids name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection
 
 _KEPT = 3
-"""Characters that stay visible of a beginning or an end that all ids share."""
+"""Number of characters that stay visible of a beginning or an end that all ids share."""
 _LONGEST = 22
 """Longest id that is shown whole, in characters."""
 _SEPARATORS = "-_.:/"
@@ -41,7 +41,7 @@ def _common(names: list[str]) -> int:
 
 
 def _cut(name: str, begin: int, end: int) -> Pieces:
-    """Return the pieces of a name, with the shared beginning and end hidden, and the middle of a long rest."""
+    """Return the pieces of a name. The shared beginning and end are hidden, and so is the middle of a long rest."""
     hidden = [(_KEPT, begin)] if begin else []
     core = (begin, len(name) - end)
     length = core[1] - core[0]

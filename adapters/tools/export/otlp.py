@@ -1,6 +1,6 @@
-"""OpenTelemetry spans of a log: one per request, and below it its phases, waits, loads and saves.
+"""OpenTelemetry spans of a log: one per request, and below it the request's phases, waits, loads and saves.
 
-Each span is emitted when it ends; only open spans are kept in memory. It must not know targets or formats.
+Each span is emitted when it ends; only open spans are kept in memory. This module must not know targets or formats.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BEYOND: Final = 2**64 - 1
 _SUFFIX: Final = re.compile("-[0-9a-f]{8}$")
 """What vLLM appends to the client's id (`assign_request_id`, vllm/v1/engine/input_processor.py, 0.32)."""
 _MAX_EVENTS: Final = 1024
-"""Events kept for a span, the last ones. The SDK keeps `OTEL_SPAN_EVENT_COUNT_LIMIT` of them and counts the others."""
+"""Maximum number of events kept for a span: the last ones. Of these, the SDK keeps `OTEL_SPAN_EVENT_COUNT_LIMIT`."""
 _OF_REQUEST: Final = frozenset({e.TokensRolledBack.id, e.SessionContinued.id, e.SaveDeclined.id, e.TransferAwaited.id})
 _OF_LOG: Final = frozenset({e.CacheReset.id, e.PrefixCacheReset.id, e.LogNote.id})
 """Kinds of instants that are not trouble and become events of a span."""
@@ -47,7 +47,7 @@ class _Event:
 
 @attrs.define
 class _Wait:
-    """Lookups of a request that are deferred in a row, until a save is done."""
+    """Lookups of a request that are deferred in a row, until a save has completed."""
 
     deferral: e.LookupDeferred
     sequence: int
@@ -79,7 +79,7 @@ class LogSpans(Sink):
 
     Args:
         log: the opened log.
-        opened_at_ns: Unix time at which the log was opened; its times count from there.
+        opened_at_ns: Unix time at which the log was opened; the log's times count from there.
         sums: has the tokens of each request by reason.
         emit: called with each span.
     """
@@ -117,7 +117,7 @@ class LogSpans(Sink):
                 self._end_copy(span)
 
     def _end_request(self, span: LifeSpan) -> None:
-        # In a damaged log two requests may have one ordinal; then the first to end has removed the record.
+        # In a damaged log two requests may have the same ordinal. Then the first one to end has removed the record.
         request = self._requests.pop(span.ordinal, None) or _Request(span)
         self._end_wait(span.ordinal, span.last_ns, request)
         summary, trouble = span.summary, request.trouble
@@ -203,7 +203,7 @@ class LogSpans(Sink):
             request.events.append(_Event(answer.id, lookup.time_ns, attributes))
 
     def happened(self, instant: Instant) -> None:
-        """Add an event to the span of the instant's request, or to the log's span if that request has none."""
+        """Add an event to the span of the instant's request, or to the log's span if no such span is open."""
         request = self._requests.get(-1 if instant.ordinal is None else instant.ordinal)
         if not instant.is_trouble and instant.kind not in (_OF_LOG if request is None else _OF_REQUEST):
             return
@@ -219,7 +219,7 @@ class LogSpans(Sink):
             request.trouble = instant
 
     def end(self, time_ns: int) -> None:
-        """Emit a span of the whole log, with the events of no request."""
+        """Emit a span of the whole log, with the events that belong to no request."""
         span = Span(request_id="", sequence=0, since_ns=0, until_ns=time_ns, last_ns=time_ns)
         self._emit("log", span, self._ids.of_request(None, b""), {}, None, self._of_log)
 
@@ -253,7 +253,7 @@ class LogSpans(Sink):
 
 
 def _attributes(record: object, *names: str) -> dict[str, AttributeValue]:
-    """Return the attributes for these fields, without empty ones."""
+    """Return attribute → value for these fields of a record, without empty values."""
     values = ((name, getattr(record, name)) for name in names)
     return {f"kvledger.{name}": value for name, value in values if value not in (None, "", [], ())}
 

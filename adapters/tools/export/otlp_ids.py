@@ -1,6 +1,6 @@
 """Ids of spans and traces, computed from the log and the event, so that a second export has the same ids.
 
-All spans of a request are in one trace: the trace of its caller if the log has it, otherwise a trace of its own.
+All spans of a request are in one trace: the trace of its caller if the log has that trace, otherwise a new trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def parent_of(trace_parent: bytes) -> SpanContext | None:
 
 
 class SpanIds(IdGenerator):
-    """Computes the ids of one log's spans. The SDK gets those of `next`."""
+    """Computes the ids of one log's spans. The SDK gets the ids in `next`."""
 
     def __init__(self, log_id: str) -> None:
         self._log_id = log_id
@@ -37,7 +37,7 @@ class SpanIds(IdGenerator):
         return self.next.trace_id
 
     def of_request(self, ordinal: int | None, trace_parent: bytes) -> SpanContext:
-        """Return the ids of a life's span; without `ordinal`, of the log's span, the parent of all other spans."""
+        """Return the ids of a life's span; without `ordinal`, the ids of the log's span, in a trace of its own."""
         if ordinal is None:
             return self._context(self._hash(16, "log"), "log")
         parent = parent_of(trace_parent)

@@ -1,6 +1,6 @@
 """Targets of OpenTelemetry spans: an endpoint for OTLP over HTTP, or a file in the format of the collector.
 
-It must not know the contents of the spans.
+This module must not know the contents of the spans.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SpanTarget(Protocol):
     """Accepts spans."""
 
     name: str
-    """Its name in messages."""
+    """Name of the target in messages."""
 
     def send(self, spans: Sequence[ReadableSpan]) -> None:
         """Accept the spans, or raise."""
@@ -100,7 +100,7 @@ class SpanEndpoint:
         self._logger.setLevel(logging.CRITICAL)  # the error of this command has the reason
 
     def send(self, spans: Sequence[ReadableSpan]) -> None:
-        """Send one request. The exporter retries it after a temporary failure, within its timeout.
+        """Send the spans in one request. After a temporary failure, the exporter tries again within its timeout.
 
         Raises:
             CommandFailed: the endpoint did not accept the spans.
@@ -160,7 +160,7 @@ def is_endpoint(target: str) -> bool:
     """Whether the target is an endpoint and not a file.
 
     Raises:
-        CommandFailed: it looks like an endpoint but is not a valid one.
+        CommandFailed: the target looks like an endpoint but is not a valid one.
     """
     shown = without_credentials(target, is_address=True)
     if re.match(r"https?://", target, re.IGNORECASE):

@@ -1,8 +1,8 @@
 """Writes one self-contained HTML page about the logs of a directory, for a ticket.
 
 The page is safe whatever the logs contain. The templates define the look and escape all text from the logs. The page's
-policy allows only its own style and script, by their hashes, so a text that was not escaped could not run, and the page
-fetches nothing. This module chooses the contents of the page, and what to leave out of large logs.
+policy allows only the page's own style and script, by their hashes. Text that was not escaped could therefore not run,
+and the page fetches nothing. This module chooses the contents of the page, and what to leave out of large logs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvledger.adapters.units import duration, event_range, milliseconds, plural,
 _ZOOMS = (1, 4, 16, 64)
 """Widths of the time axis, in widths of its window, that have labels of their own."""
 _MAX_TIMELINES = 60
-"""Requests that are shown event by event."""
+"""Maximum number of requests that are shown event by event."""
 _WORK_OF_TIMELINES = 20_000_000
 """Largest product of events and timelines. With more, a page would take minutes, so fewer timelines are shown."""
 _MAX_CAUSES = 400
@@ -121,7 +121,7 @@ def _chosen(readings: Sequence[Reading]) -> list[list[Request]]:
 
 
 def _most_interesting(reading: Reading, requests: Sequence[Request], num_requests: int) -> list[str]:
-    """Return the ids of the requests to show event by event. Each log has its share of them."""
+    """Return the ids of the requests to show event by event. Each log has a share of `_MAX_TIMELINES`."""
     share = -(-_MAX_TIMELINES * len(requests) // max(1, num_requests))
     allowed = max(1, min(share, _WORK_OF_TIMELINES // max(1, reading.log.num_events)))
     by_interest = sorted(requests, key=lambda request: request.interest, reverse=True)
@@ -141,11 +141,11 @@ class _Entry:
     request: Request
     pieces: Pieces
     anchor: str
-    """Unique id on the page of its events, or of its row if the events are not shown."""
+    """Id of the request's events on the page, or of its row if the events are not shown. Unique on the page."""
     timeline: RequestTimeline | None
     """None: not shown event by event, or shown with an earlier life of the same id."""
     why: str
-    """Reasons of the tokens that it missed or computed again, without reasons by design."""
+    """Reasons of the tokens that the request missed or computed again, without reasons by design."""
 
     @property
     def name(self) -> str:
@@ -195,7 +195,7 @@ def _sums(readings: Sequence[Reading]) -> Sums:
 
 def _bars(readings: Sequence[Reading], sums: Sums) -> Iterator[Bar]:
     figures = [reading.figures for reading in readings if reading.figures is not None]
-    is_everything = all(reading.selection.is_everything for reading in readings)  # of a part, figures count more
+    is_everything = all(reading.selection.is_everything for reading in readings)  # figures do not stop at a part
     if is_everything and len(figures) == len(readings):
         yield after_preemptions(figures)
     if sums.num_admissions:

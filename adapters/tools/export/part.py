@@ -1,7 +1,7 @@
 """The part of a page about one log.
 
 The log is read once for the requests and the verdict, and again for the requests that are shown. This module must not
-know the look of the page or its other logs.
+know the look of the page or the page's other logs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvledger.storage.events import HowEnded
 
 _MAX_FINDINGS = 50
 _MAX_FOLLOWING = 20
-"""Consequences listed below a finding."""
+"""Maximum number of later breaches that are listed below a finding."""
 _VERDICTS = {
     ExitCode.SOUND: (": every rule that a log can decide is kept", "good"),
     ExitCode.RULE_BROKEN: ("a rule is broken", "bad"),
@@ -93,7 +93,7 @@ class Reading:
 
     @property
     def busy(self) -> list[Interval]:
-        """Intervals to draw, since the log was opened; of a selected request, its own with a margin."""
+        """Intervals to draw, since the log was opened; if a request is selected, its intervals with a margin."""
         if self.selection.request_id is None:
             return self.shown.busy or [(0, self.now_ns)]
         states = [state for request in self.shown.requests for state in request.states]
@@ -111,10 +111,10 @@ class ListedFinding:
     detail: str
     request_id: str
     evidence: Sequence[tuple[int, str]]
-    """(sequence number, event in words) of the events that show it."""
+    """(sequence number, event in words) of the events that show the finding."""
     follows: Sequence[str]
     num_left_out: int
-    """Consequences that are not listed."""
+    """Number of later breaches that are not listed."""
 
 
 @attrs.frozen
@@ -127,7 +127,7 @@ class Part:
     findings: Sequence[ListedFinding]
     num_findings: int
     num_uncollected: int
-    """Breaches that were counted without their findings."""
+    """Breaches that were counted but not kept. Their findings are unknown."""
     explanations: Sequence[Sequence[Cause]]
     verdict: str
     verdict_style: str
@@ -152,7 +152,7 @@ class Part:
 
     @classmethod
     def of(cls, reading: Reading, requests: Sequence[Request], request_ids: Collection[str], output: Progress) -> Part:
-        """Read the log again, for the given requests; those with `request_ids` are shown event by event."""
+        """Read the log again, for the given requests. Requests with `request_ids` are shown event by event."""
         log, selection, shown, found = reading.log, reading.selection, reading.shown, reading.found
         listed = found.listed.findings[:_MAX_FINDINGS]
         evidence = {sequence for finding in listed for sequence in finding.first.evidence}

@@ -1,7 +1,8 @@
 """Writes a trace for Perfetto (ui.perfetto.dev) while the log is read, as JSON in Chrome's Trace Event Format.
 
-Each engine has two processes: `engine` (steps, trouble, cache, copies, counters), which Perfetto shows on top, and
-`requests`, with one track per life. Only open spans are kept in memory. It must not know the meaning of events.
+In the trace, each engine has two processes: `engine` (steps, trouble, cache, copies, counters), which Perfetto shows on
+top, and `requests`, with one track per life. Only open spans are kept in memory. This module must not know the meaning
+of events.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Gauges], int | None]], ...] = (
     ("jobs in flight", "loads", attrgetter("num_loads_in_flight")),
     ("jobs in flight", "saves", attrgetter("num_saves_in_flight")),
 )
-"""(name, series, function that returns the value)."""
+"""(counter, series, function that returns the value)."""
 
 Write = Callable[[bytes], object]
 
@@ -70,7 +71,7 @@ class TraceFile:
 
 
 class EngineTrace(Sink):
-    """Writes one log into a trace. `shift_ns` is added to its times, to align logs with different opening times."""
+    """Writes one log into a trace. `shift_ns` is added to all times, to align logs with different opening times."""
 
     def __init__(self, trace: TraceFile, *, engine: int = 0, label: str = "", shift_ns: int = 0) -> None:
         self._trace = trace
@@ -86,7 +87,7 @@ class EngineTrace(Sink):
         self._tracks: set[int] = set()
         """Ordinals of the requests that have a track."""
         self._gone: dict[str, list[Instant]] = {}
-        """Kind → instants since the last observation at which chunks left the cache."""
+        """Kind → instants at which chunks left the cache, since the last observation."""
         self._calls: dict[str, tuple[int, int]] = {}
         """Extension → (track of its calls, end of the last call)."""
         suffix = f" {label}" if label else ""
@@ -99,7 +100,7 @@ class EngineTrace(Sink):
     # --- spans --------------------------------------------------------------------------------
 
     def began(self, span: Span) -> None:
-        """Begin a track for a request, a slice on it for a state, an asynchronous slice of the engine for a copy."""
+        """Begin a track for a request, a slice on that track for a state, a slice of the engine for a copy or call."""
         match span:
             case LifeSpan():
                 self._tracks.add(span.ordinal)
@@ -112,7 +113,7 @@ class EngineTrace(Sink):
                 self._begin_call(span)
 
     def ended(self, span: Span) -> None:
-        """End the slice; forget a request."""
+        """End the slice of a state, a copy or a call; forget a request."""
         match span:
             case LifeSpan():
                 self._arrows.pop(span.ordinal, None)
@@ -175,7 +176,7 @@ class EngineTrace(Sink):
         self._event("e", "copy", copy.kind, copy.last_ns, _COPIES, arguments, more)
 
     def _begin_call(self, call: CallSpan) -> None:
-        """Begin a slice, not before the end of the previous one: slices of a track nest, and clocks differ."""
+        """Begin a slice, not before the end of the previous slice: slices of a track nest, and clocks differ."""
         if call.extension not in self._calls:
             self._calls[call.extension] = _FIRST_EXTENSION + len(self._calls), 0
             self._name_track(self._calls[call.extension][0], f"calls, {call.extension}")
@@ -186,7 +187,7 @@ class EngineTrace(Sink):
     # --- instants -----------------------------------------------------------------------------
 
     def looked_up(self, lookup: Lookup) -> None:
-        """Write an instant if the answer differs from the last: vLLM looks up a waiting request in every step."""
+        """Write an instant if the answer differs from the previous one: vLLM looks up a waiting request every step."""
         track = self._track_of(lookup.ordinal)
         if lookup.is_repeated or track is None:
             return
@@ -194,7 +195,7 @@ class EngineTrace(Sink):
         self._instant("lookup", lookup.answer.id, lookup.time_ns, track, arguments)
 
     def happened(self, instant: Instant) -> None:
-        """Write an instant on the request's track, and on the engine's if it is trouble or has no request."""
+        """Write an instant on the request's track; if it is trouble or has no request, also on an engine's track."""
         if instant.kind in {"chunks.evicted", "chunks.tainted"}:
             self._gone.setdefault(instant.kind, []).append(instant)
             return
@@ -235,7 +236,7 @@ class EngineTrace(Sink):
         self._count("scheduled tokens", "a step", step.time_ns, step.num_scheduled_tokens)
 
     def idle(self, time_ns: int) -> None:
-        """End the slice of the step."""
+        """End the slice of the current step."""
         if self._open_step:
             self._event("E", "step", "step", time_ns, _STEPS)
             self._open_step = False

@@ -23,7 +23,7 @@ class Point:
 
 @attrs.frozen
 class PoolCurve:
-    """The curve for all logs together. X: size of the pool; y: tokens that it would have loaded."""
+    """The curve for all logs together. X: size of the pool; y: tokens that a pool of this size would have loaded."""
 
     estimate: Estimate
     points: Sequence[Point]

@@ -1,4 +1,4 @@
-"""Reads a stored log and calls a sink with its spans and instants."""
+"""Reads a stored log and calls a sink with the log's spans and instants."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def read_trace(
         log: the opened log.
         model: as `begin_model` returns it.
         selection: the selected part.
-        sink: called with the spans and instants of that part.
+        sink: called with the spans and instants of the selected part.
         remark: called with remarks for the user, one sentence each.
-        also: each is called with each batch, before the trace.
-        visitors: called before the trace with each event.
+        also: functions that are called with each batch, before the trace.
+        visitors: called with each event, before the trace.
     """
     trace = Trace(model, log.core, begin_totals(log, model), sink, selection)
     reader = Reader(model, [*visitors, *trace.visitors], needs=trace.also_needs)

@@ -1,4 +1,4 @@
-"""Reasons why tokens were missed and computed again, for a page: sums of a part, and the causes of one request."""
+"""Reasons why tokens were missed and computed again, for a page: token counts of a part, and causes of one request."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class Reasons(Accounts):
     """The accounts of the selected part of a log, and the histories of the selected request.
 
     Args:
-        model: of the reader.
+        model: the reader's model.
         selection: the selected part.
-        explained: called with the history of each life when it ends, or at the end of the log; it may have only sums.
+        explained: called with the history of each life when the life ends, or at the end of the log. Unless a request
+            is selected, a history has only token counts.
     """
 
     def __init__(
@@ -29,16 +30,16 @@ class Reasons(Accounts):
         self._explained = explained
         self._ended: list[RequestHistory] = []
         self._before: Sums | None = None
-        """Sums before the selection; None until the selection begins."""
+        """Token counts before the selection; None until the selection begins."""
         one = selection.request_id
         super().__init__(model, request_id=one, on_end=self._keep, keeps_histories=one is not None)
 
     def visits(self) -> Visits:
-        """Return the visits: first whether the selection begins, then those of the accounts."""
+        """Return the visits: first those that begin the selection, then those of the accounts."""
         return [*((event_class, self._reach) for event_class in e.STANDARD_EVENTS.values()), *super().visits()]
 
     def ended(self, life: Life) -> None:
-        """Close the account of the life, as part of the selection if the current event is in it."""
+        """Close the account of the life, as part of the selection if the current event is selected."""
         self._reach()
         super().ended(life)
 
@@ -49,13 +50,13 @@ class Reasons(Accounts):
                 self._explained(history)
 
     def sums(self) -> Sums:
-        """Return the sums of the selected part."""
+        """Return the token counts of the selected part."""
         sums = super().sums()
         return sums if self._before is None else sums.since(self._before)
 
     @property
     def histories(self) -> list[RequestHistory]:
-        """Histories of the selected request's lives; empty if none is selected."""
+        """Histories of the selected request's lives; empty if no request is selected."""
         return [] if self._selection.request_id is None else [*self._ended, *super().histories]
 
     def _reach(self, _event: e.Event | None = None) -> None:
@@ -70,7 +71,7 @@ class Reasons(Accounts):
 
 
 def totals(sums: Sums) -> dict[str, object]:
-    """Return the table of tokens by reason, and the equation that shows that it adds up."""
+    """Return name → value: `reasons`, rows of tokens by reason, and `balance`, the equation that they add up to."""
     found = sums_by_reason(sums)
     rows = [(reason.value, missed, again, reason.meaning) for reason, missed, again in found]
     all_missed, all_again = sum(missed for _, missed, _ in found), sum(again for *_, again in found)

@@ -1,6 +1,6 @@
 """Tokens that each request missed and computed again, by reason, as attributes for its span.
 
-It must not know spans.
+This module must not know spans.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from kvledger.lifecycle.reader import Model
 
 
 class RequestSums(Accounts):
-    """The accounts of a log. Ask for a request at the event that ends it, or at the end of the log.
+    """The accounts of a log. Call `attributes_of` at the event that ends the request, or at the end of the log.
 
-    A reader must call this visitor before visitors that ask it.
+    A reader must call this visitor before visitors that call `attributes_of`.
     """
 
     def __init__(self, model: Model, selection: Selection) -> None:
         super().__init__(model, request_id=selection.request_id, on_end=self._keep)
         self._asked: Mapping[int, RequestHistory] = {}
-        """Ordinal → history: of the life that has just ended; at the end of the log, of those that have not."""
+        """Ordinal → history of the life that has just ended; at the end of the log, of each life that has not ended."""
 
     def finish(self) -> None:
         """Keep the histories of the lives that have not ended."""
         self._asked = {each.ordinal: each for each in self.histories}
 
     def attributes_of(self, ordinal: int) -> Mapping[str, int]:
-        """Return the attributes of a request that ends, or of any open one at the end of the log."""
+        """Return attribute → tokens of a request that ends, or of any open request at the end of the log."""
         history = self._asked.get(ordinal)
         if history is None:
             return {}

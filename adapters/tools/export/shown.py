@@ -1,7 +1,7 @@
 """Collects the contents of a page about a log in bounded memory.
 
-Of thousands of requests it keeps those with trouble or preemptions, and counts the others. It must not know the look of
-the page.
+Of thousands of requests, those with trouble or preemptions are kept first; requests that are not kept are counted. This
+module must not know the look of the page.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvledger.adapters.tools.reasons import RequestHistory, Sums
 
 MAX_REQUESTS = 300
 MAX_INSTANTS = 200
-"""Instants of the engine, and of each request."""
+"""Maximum number of instants of the engine, and of each request."""
 _MAX_ORDINARY = 200
-"""Lookups of one request, and completed saves of it."""
+"""Maximum number of lookups of one request, and of its completed saves."""
 _MAX_SAMPLES = 4096
 _MAX_BUSY = 4096
 SLOTS = "host slots used"
@@ -51,7 +51,7 @@ class Request:
     num_left_out: int = 0
     """Ordinary saves and lookups that are not drawn."""
     sums: Sums | None = None
-    """Sources of its tokens; None if the log lacks the events that show them."""
+    """Token counts of the request; None if the log lacks the events that show them."""
 
     @property
     def num_troubles(self) -> int:
@@ -77,15 +77,15 @@ class Request:
 
     @property
     def interest(self) -> tuple[int, int, int]:
-        """Key whose largest values are shown: by trouble, preemptions, then a sample of the whole log."""
-        # With the bits reversed, the smallest numbers are multiples of the largest powers of two: evenly spread.
+        """Key of which the largest are shown: by trouble, preemptions, then a sample of the whole log."""
+        # With the bits reversed, the smallest ordinals are multiples of large powers of two, which are evenly spread.
         backwards = int(f"{self.life.ordinal % 2**64:064b}"[::-1], 2)
         return self.num_troubles, self.life.summary.num_preemptions, -backwards
 
 
 @attrs.define
 class Calls:
-    """Calls of one extension and name."""
+    """Calls with the same extension and name."""
 
     longest: CallSpan
     num_calls: int = 0
@@ -102,14 +102,14 @@ class Shown(Sink):
         """Outcome → number of requests."""
         self.num_requests = 0
         self.samples: list[tuple[int, tuple[int, ...]]] = []
-        """(time, values of `SERIES`), or the highest values around that time."""
+        """(time, values of `SERIES`). If there are very many, two become one, which has the higher values."""
         self.calls: dict[str, Calls] = {}
         self.troubles: list[Instant] = []
         self.others: list[Instant] = []
         """Other instants of the engine: resets, notes."""
         self.num_instants_left_out = 0
         self.busy: list[Interval] = []
-        """Intervals with requests to schedule. If there are very many, close ones are joined."""
+        """Intervals with requests to schedule. If there are very many, neighbouring intervals are joined."""
         self._is_busy = False
 
     @property
@@ -139,7 +139,7 @@ class Shown(Sink):
                 request.num_saves += is_ordinary
                 if is_ordinary and request.num_saves > _MAX_ORDINARY:
                     request.num_left_out += 1
-                else:  # without the largest fields
+                else:  # keep the span without its largest fields
                     request.copies.append(msgspec.structs.replace(span, slots=(), block_ids=()))
             case CallSpan():
                 calls = self.calls.setdefault(f"{span.extension}: {span.name}", Calls(span))
@@ -170,7 +170,7 @@ class Shown(Sink):
             request.instants.append(instant)
 
     def explained(self, history: RequestHistory) -> None:
-        """Keep the sums of a request."""
+        """Keep the token counts of a request."""
         request = self._requests.get(history.ordinal)
         if request is not None:
             request.sums = history.sums
@@ -205,7 +205,7 @@ class Shown(Sink):
             self.busy = joined(self.busy, pauses[_MAX_BUSY])
 
     def _forget_ordinary(self) -> None:
-        """Forget ended requests of little interest. The interest of the others may still change."""
+        """Forget ended requests of little interest. The interest of requests that have not ended may still change."""
         self._ended.sort(key=lambda request: request.interest, reverse=True)
         for request in self._ended[MAX_REQUESTS:]:
             self._requests.pop(request.life.ordinal, None)

@@ -16,20 +16,20 @@ from kvledger.lifecycle.events import LookupAnswered, LookupDeferred
 
 
 class Span(msgspec.Struct, eq=False, kw_only=True):
-    """A period of time. Its fields are complete when it ends."""
+    """A period of time. The fields of a span are complete when it ends."""
 
     request_id: str
     sequence: int
-    """Sequence number of the event that began it."""
+    """Sequence number of the event that began the span."""
     since_ns: int
     until_ns: int | None = None
-    """None while it is open, also at the end of the log."""
+    """End of the span; None while the span is open, also at the end of the log."""
     last_ns: int = 0
-    """Its end; if it is open at the end of the log, the log's last time."""
+    """End of the span; if the span is open at the end of the log, the log's last time."""
 
     @property
     def duration_ns(self) -> int:
-        """Duration in nanoseconds, up to the end of the log; known when it has ended."""
+        """Duration in nanoseconds, up to the end of the log; known when the span or the log has ended."""
         return self.last_ns - self.since_ns
 
 
@@ -38,11 +38,11 @@ class LifeSpan(Span, eq=False, kw_only=True):
 
     ordinal: int
     summary: RequestSummary
-    """Complete at the end."""
+    """Summary of the life; complete when the span ends."""
     first_running_ns: int | None = None
     """Time at which every token of the prompt was first computed or in flight."""
     trace_parent: bytes = b""
-    """Trace context of its arrival; empty if it has none or the arrival is not in the log."""
+    """Trace context of the arrival; empty if the arrival has none or is not in the log."""
     num_tokens_retained: int = 0
     """Tokens retained after preemptions; `num_tokens_recovered`: tokens recovered then."""
     num_tokens_recovered: int = 0
@@ -64,7 +64,7 @@ class StateSpan(Span, eq=False, kw_only=True):
     num_tokens: int
     num_computed_tokens_at_end: int = 0
     left_by: str = ""
-    """Id of the event that ended it."""
+    """Id of the event that ended the state."""
 
 
 class CopySpan(Span, eq=False, kw_only=True):
@@ -84,9 +84,9 @@ class CopySpan(Span, eq=False, kw_only=True):
     num_tokens: int | None
     chunks: tuple[int, ...]
     is_async: bool
-    """Whether steps run in the meantime."""
+    """Whether steps run during the copy."""
     before_forward: bool
-    """Whether it must be done before the step's forward, because its blocks are free already."""
+    """Whether the copy must complete before the step's forward pass, because its blocks are free already."""
     outcome: str = "open"
     """`completed`, `failed`, `given up` (a rank never reported), or `open`."""
     error: str = ""
@@ -98,7 +98,7 @@ class CopySpan(Span, eq=False, kw_only=True):
 
 
 class CallSpan(Span, eq=False, kw_only=True):
-    """A duration in an extension's figures, such as a hook of a recorded connector. Begins and ends at once."""
+    """A duration in an extension's figures, such as a hook of a recorded connector. It is begun and ended at once."""
 
     extension: str
     name: str
@@ -147,7 +147,7 @@ class Gauges:
     num_slots_used: int
     """Slots of the host pool that contain a chunk or a tail, or that a copy reads or writes."""
     num_bytes_used: int | None
-    """The same in bytes, by the page size of the last complete save; None before the first."""
+    """Used slots in bytes, by the page size of the last complete save; None before the first save."""
     num_chunks_cached: int
     """Chunks that can be loaded."""
     num_loads_in_flight: int
@@ -174,9 +174,9 @@ class Sink:
     """
 
     needs_memory_gauges: ClassVar[bool] = True
-    """Whether `Gauges` counts blocks, slots and chunks, a sixth of the total time; otherwise they are 0."""
+    """Whether `Gauges` counts blocks, slots and chunks (a sixth of the total time); otherwise these counts are 0."""
     needs_recoveries: ClassVar[bool] = True
-    """Whether recovered and retained tokens are counted for each life; otherwise they are 0."""
+    """Whether recovered and retained tokens are counted for each life; otherwise these counts are 0."""
 
     def began(self, span: Span) -> None:
         """Called when a request arrives or enters a state or generation, a copy is issued, or a call is made."""

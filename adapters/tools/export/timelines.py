@@ -14,7 +14,7 @@ from kvledger.adapters.tools.logs.timeline import Group, begin_timelines
 from kvledger.lifecycle.reader import Reader
 
 _MAX_GROUPS = 500
-"""Groups kept at the beginning and at the end of one request."""
+"""Number of groups kept at the beginning, and again at the end, of one request's timeline."""
 
 
 @attrs.frozen

@@ -10,7 +10,7 @@ from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.reasons import BY_DESIGN, LoadFate, Reason, Sums
 
 _OWN_SHARES = [reason for reason in Reason if reason in BY_DESIGN or reason is Reason.RECORDED]
-"""Reasons with a share of their own: they are not misses, or the log does not show whether they are."""
+"""Reasons with a share of their own: their tokens are not misses, or the log does not show whether they are."""
 
 
 @attrs.frozen
@@ -35,7 +35,7 @@ class Bar:
         return sum(share.num_tokens for share in self.shares)
 
     def placed(self) -> Iterator[tuple[Share, float, float]]:
-        """Yield each share with its begin and its width, in percent of the bar."""
+        """Yield each share with its beginning and its width, in percent of the bar."""
         begin = 0.0
         for share in self.shares:
             width = 100 * share.num_tokens / max(1, self.num_tokens)
@@ -59,7 +59,7 @@ def after_preemptions(figures: Sequence[Figures]) -> Bar:
 
 
 def at_admissions(sums: Sums) -> Bar:
-    """Return the bar of the tokens that requests needed at their admissions, first and repeated ones."""
+    """Return the bar of the tokens that requests needed at all their admissions, the first and later ones."""
     missed = sums.misses()
     own = [Share(f"computed: {reason}", "computed", missed[reason]) for reason in _OWN_SHARES]
     num_others = missed.total() - sum(share.num_tokens for share in own)

@@ -1,7 +1,7 @@
 """Calls a sink with the spans and instants of the selected part of a log, from the reader's model.
 
-It keeps only open spans, so the memory that it needs depends on the busiest moment of the log and not on its length. It
-must not know files or formats.
+Only open spans are kept, so the memory depends on the busiest moment of the log and not on the log's length. This
+module must not know files or formats.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     bytes_per_page: float | None = None
     """Bytes per page of the last complete save."""
     now_ns: int = 0
-    """Latest time so far. It replaces earlier times, which a damaged log may have."""
+    """Latest time so far. In a damaged log, a later event may have an earlier time; this one is used instead."""
 
 
 class Trace(Visitor[Model]):
     """Turns events into spans and instants.
 
-    The selection limits the calls of the sink only. Spans that are open when it begins have their real beginning, and
-    spans that continue after its end are left open. Steps, counts and instants without a request are part of every
-    selection of a request.
+    The selection limits only the calls of the sink. Spans that are open when the selection begins have their real
+    beginning. Spans that continue after the selection's end are left open. If a request is selected, steps, counts and
+    instants without a request are still part of the selection.
 
-    Pass `visitors` to a reader in their order: the summary of a life must be complete before its span ends, and the
+    Pass `visitors` to a reader in their order. The summary of a life must be complete before the life's span ends. The
     recovered tokens of a request are known only until the totals have counted its step.
     """
 
@@ -103,7 +103,7 @@ class Trace(Visitor[Model]):
 
     @property
     def visitors(self) -> tuple[Visitor[Model], ...]:
-        """This visitor and those that it needs, in the order of their calls."""
+        """This visitor and the visitors that it needs, in the order of their calls."""
         return (self._requests, self, *([self.totals] if self._sink.needs_recoveries else []))
 
     @property
@@ -126,7 +126,7 @@ class Trace(Visitor[Model]):
             self._num_in_state[span.state] += 1
 
     def visits(self) -> Visits:
-        """Return the visits: whether the selection begins, the states of lives, then all others."""
+        """Return the visits: first for the beginning of the selection, then for states of lives, then all others."""
         ignores_instants = type(self._sink).happened is Sink.happened
         ignored: set[object] = {self._happened} if ignores_instants else set()
         if ignores_instants and type(self._sink).began is Sink.began:
@@ -140,7 +140,7 @@ class Trace(Visitor[Model]):
         ]
 
     def decided(self) -> None:
-        """Pass on the counts after an observation and all decisions on it."""
+        """Pass the counts after an observation and all decisions on it to the sink."""
         now_ns = self.now_ns
         step = self._step
         if step is None and not self._shows_counts:
@@ -237,7 +237,7 @@ class Trace(Visitor[Model]):
     # --- lives and their states ---------------------------------------------------------------
 
     def ended(self, life: Life) -> None:
-        """End the span of the life, and that of its state."""
+        """End the span of the life, and the span of its state."""
         self._reach_event(self.moment.sequence)
         if self._held is not None:
             self._held.forget(life.ordinal)
@@ -258,7 +258,7 @@ class Trace(Visitor[Model]):
             self._begin_state(life, event.id)
             return
         if self._has_moved(life):
-            # While it decodes, only steps give its number of tokens. Events that take its blocks reset that number.
+            # While a request decodes, only steps give its number of tokens. Events that take its blocks reset that.
             keeps_tokens = isinstance(event, (e.RequestPreempted, e.TokensRolledBack))
             self._move(life, event.id, self.moment.num_computed_tokens, keeps_tokens=keeps_tokens)
 
@@ -364,7 +364,7 @@ class Trace(Visitor[Model]):
             self._sink.looked_up(Lookup(self.moment.sequence, self.now_ns, ordinal, event, is_repeated))
 
     def _shown_ordinal(self, event: e.Event) -> int | None:
-        """Return the ordinal of the present life of the event's request; None if it has no span."""
+        """Return the ordinal of the present life of the event's request; None if that life has no span."""
         life = self.model.lives.get(getattr(event, "request_id", ""))
         return None if life is None or life.ordinal not in self.state.lives else life.ordinal
 
@@ -456,7 +456,7 @@ class Trace(Visitor[Model]):
     def _happened(self, event: e.Event) -> None:
         text = describe(event, self._core)
         if not text and isinstance(event, e.ExtensionEvent):
-            return  # another event describes it
+            return  # another event describes this one
         fields = msgspec.structs.asdict(event)
         fields.pop("time_ns", None)
         self._show_instant(

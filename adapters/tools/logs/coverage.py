@@ -1,6 +1,7 @@
 """Which part of a log a verdict or an answer covers, and the reason if it covers nothing.
 
-A reader must not report "sound" or "none" about events that could not be checked. It must not know a rule or a command.
+A reader must not report "sound" or "none" about events that could not be checked. This module must not know a rule or a
+command.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Coverage:
     why_nothing: str = ""
     """Reason why nothing is covered; empty if something is."""
     is_whole: bool = True
-    """Whether every event that the log ever held is covered."""
+    """Whether every event that was ever in the log is covered."""
 
     @property
     def text(self) -> str:
@@ -35,9 +36,10 @@ class Coverage:
 
 
 class RequestPresence:
-    """Whether a request lived in the selected part, from its first event to its release. Give it each event in order.
+    """Finds out whether a request lived in the selected part. Pass every event to `take`, in order.
 
-    Its own events are not enough: most steps do not name the requests that they run.
+    A request lives from its first event to its release. Its own events are not enough, because most steps do not name
+    the requests that they run.
     """
 
     def __init__(self, selection: Selection, before: Projections | None = None) -> None:
@@ -59,7 +61,7 @@ class RequestPresence:
 
 
 class ExtensionEvents:
-    """Collects the events of extensions. Give it each event in order."""
+    """Collects the events of extensions. Pass every event to `take`, in order."""
 
     def __init__(self) -> None:
         self.num_events = 0
@@ -77,7 +79,7 @@ class ExtensionEvents:
 
 
 def readable(log: StoredLog, selection: Selection) -> Coverage:
-    """Return the selected events of a log that was read, if the state before them is known.
+    """Return the coverage of a log that was read: the selected events, if the state before them is known.
 
     A log without a readable header is reported as damaged anyway. Its events are covered and shown without state.
     """
@@ -89,13 +91,13 @@ def readable(log: StoredLog, selection: Selection) -> Coverage:
 
 
 def checked(log: StoredLog, selection: Selection, last_foldable: int | None, *, is_present: bool) -> Coverage:
-    """Return the selected events whose rules and decisions were checked, after the log was read.
+    """Return the coverage of a log that was verified: the selected events whose rules and decisions were checked.
 
     Args:
-        log: read, with `start` called before.
+        log: a log that was read after a call of its `start`.
         selection: the selected part.
-        last_foldable: the event before the first one that cannot be folded; None: all can be.
-        is_present: whether the selected request lived in that part; True if none is selected.
+        last_foldable: the event before the first one that cannot be folded; None: all events can be folded.
+        is_present: whether the selected request lived in the selected part; True if no request is selected.
     """
     last = log.trusted_sequence if last_foldable is None else min(last_foldable, log.trusted_sequence)
     found = _covered(log, selection, log.start_sequence + 1, last)

@@ -1,4 +1,4 @@
-"""Events in English, and their fields as JSON and as one line of text. It must not know logs."""
+"""Events in English, and their fields as JSON and as one line of text. This module must not know logs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHY_DECLINED: dict[str, str] = {
 }
 
 _LONG_WAIT_NS = 100_000_000
-"""Nanoseconds from which the text mentions a wait: other requests were served first."""
+"""Shortest wait in nanoseconds that the text mentions. It shows that other requests were served first."""
 
 
 def state_change(before: str | None, after: str | None) -> str:
@@ -57,7 +57,7 @@ def _lookup(answer: e.LookupAnswered) -> str:
 
 
 def lookups_in_a_row(num_times: int, duration_ns: int, waited_ns: int) -> str:
-    """Return what to add to a lookup's text: how often it was repeated, and how long the request had waited for it."""
+    """Return what to add to a lookup's text: its repetitions, and the time from the arrival to the first lookup."""
     repeated = f" — {num_times} times in {duration(duration_ns)}" if num_times > 1 else ""
     return repeated + (
         f"; first looked up {duration(waited_ns)} after it arrived" if waited_ns >= _LONG_WAIT_NS else ""
@@ -119,7 +119,7 @@ def _allocated(event: e.BlocksAllocated) -> str:
 
 
 def figures_of_extension(event: e.ExtensionEvent, core: Core) -> Mapping[str, int]:
-    """Return what the event's extension counts for it, see `Extension.figures`."""
+    """Return words → amount, which the extension counts for its event; see `Extension.figures`."""
     extension, payload = _read(event, core)
     with suppressed():  # an extension's code may raise
         if extension is not None and payload is not None:
@@ -240,7 +240,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
 
 
 _MAX_ADVANCED = 4
-"""Requests of a step to name."""
+"""Maximum number of requests that the text of a step names."""
 
 
 def _step(event: e.StepScheduled) -> str:
@@ -301,19 +301,19 @@ def describe(event: e.Event, core: Core) -> str:
 
 
 def describe_core_event(event: e.Event) -> str:
-    """Return the same for an event that is not an extension's."""
+    """Return what `describe` returns, for an event that is not an extension's."""
     say = _WORDS.get(type(event))
     return "" if say is None else say(event)
 
 
 def sentence(event: e.Event, core: Core) -> str:
-    """Return the event in words, also those that `describe` leaves out."""
+    """Return the event in words, even if `describe` leaves it out."""
     say = _MORE_WORDS.get(type(event))
     return describe(event, core) or (event_text(event) if say is None else say(event))
 
 
 def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
-    """Return one phrase for each decision, with evicted and tainted chunks added up."""
+    """Return one phrase for each decision, but a single one for all evicted and for all tainted chunks."""
     phrases = []
     num_evicted = num_tainted = 0
     for decision in decisions:
@@ -353,7 +353,7 @@ def event_fields(event: e.Event | None) -> dict[str, object] | None:
 
 
 def plain_fields(event: e.Event) -> dict[str, object]:
-    """Return the event's fields as JSON values, with the payload of an extension's event decoded if possible."""
+    """Return field name → JSON value. The payload of an extension's event is decoded if possible."""
     return {name: plain(value) for name, value in _fields(event).items()}
 
 
@@ -372,7 +372,7 @@ def event_text(event: e.Event) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """Replace all numbers by 0."""
+    """Replace every number in the text with 0."""
     return re.sub(r"\d+", "0", text)
 
 

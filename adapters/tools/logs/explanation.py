@@ -56,14 +56,14 @@ _PROVEN = frozenset(
         Reason.ROLLED_BACK,
     }
 )
-"""Reasons with more evidence than the lookup itself."""
+"""Reasons for which the log has other evidence than the lookup itself."""
 _WITHOUT_CHUNKS = BY_DESIGN | {Reason.RECORDED}
 _SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
 """Reasons that arise after a lookup."""
 _MAX_LOOKUPS = 3
-"""Lookups in a row with the same words that are listed one by one."""
+"""Maximum number of lookups in a row, alike except for numbers, that are listed one by one."""
 _MAX_PREFIXES = 3
-"""Duplicated prefixes to name; --json has all."""
+"""Maximum number of duplicated prefixes that the text names; --json has all of them."""
 _COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
 _ONLY_IF_ANY = frozenset({"still to be loaded", "from elsewhere"})
 _OF_RECORDED = {
@@ -94,32 +94,32 @@ class Cause:
     time_ns: int
     text: str
     words: str = ""
-    """Text of a lookup without how often, how long and what it waits for."""
+    """Text of a lookup, without repetitions, durations and the load that it waits for."""
     num_times: int = 1
     until_ns: int = attrs.field(default=attrs.Factory(lambda cause: cause.time_ns, takes_self=True))
-    """Later than `time_ns` if it is several lookups."""
+    """Time of the last lookup if the cause combines several; else `time_ns`."""
     waited_ns: int = 0
-    """Time from the arrival to a first lookup."""
+    """Time from the request's arrival to its first lookup; 0 for any other cause."""
     spans: tuple[Span, ...] = ()
     """The tokens with their reasons."""
     reasons: list[str] = attrs.field(factory=list)
-    """The reasons worth a line, in words."""
+    """The reasons that get a line of their own, in words."""
     evidence: tuple[int, ...] = ()
     num_blocks_held: int = 0
-    """Blocks of vLLM's KV cache that all requests held then, at several lookups at the first; 0 if unknown."""
+    """Blocks of vLLM's KV cache that all requests held at that time (of several lookups: the first); 0 if unknown."""
     held: str = ""
-    """The same in words, for the first lookup of a request that waited."""
+    """`num_blocks_held` in words, for the first lookup of a request that waited."""
     notes: list[str] = attrs.field(factory=list)
-    """Lines from extensions."""
+    """Lines that extensions add."""
 
 
 def causes_of(history: RequestHistory, histories: Histories, log: StoredLog) -> list[Cause]:
     """Return the chain of one life.
 
     Args:
-        history: of the life.
-        histories: of all lives of the request, with the events that they name.
-        log: from which they were read.
+        history: the history of that life.
+        histories: the histories of all lives of the request, with the events that these histories name.
+        log: the log from which the histories were read.
     """
     return _Chain(history, histories, log.core, log.configuration, log.num_device_blocks).causes()
 
@@ -127,8 +127,8 @@ def causes_of(history: RequestHistory, histories: Histories, log: StoredLog) -> 
 def folded(causes: Sequence[Cause]) -> list[Cause]:
     """Return the chain with less repetition, for people.
 
-    A broken rule and the quarantine that follows from it become one cause, and so do many lookups in a row whose
-    answers differ only in numbers.
+    A broken rule and the quarantine that follows from the rule become one cause. Many lookups in a row whose answers
+    differ only in numbers also become one cause.
     """
     result: list[Cause] = []
     for cause in _fewer_lookups(causes):
@@ -176,7 +176,7 @@ def _one_lookup(same: Sequence[Cause]) -> Cause:
 
 
 def sums_by_reason(sums: Sums) -> list[tuple[Reason, int, int]]:
-    """Return each reason with its missed and its recomputed tokens: most tokens first, but those by design last."""
+    """Return (reason, missed tokens, tokens computed again): most tokens first, but reasons by design last."""
     missed, again = sums.misses(), sums.recomputed + sums.computed_twice
     found = [(reason, missed[reason], again[reason]) for reason in Reason if missed[reason] or again[reason]]
     return sorted(found, key=lambda row: (row[0] in BY_DESIGN, -row[2], -row[1]))
@@ -196,7 +196,7 @@ def balance(sums: Sums) -> str:
 
 
 def duplicated_text(sums: Sums) -> str:
-    """Describe how many tokens were duplicated, and of which prefixes."""
+    """Describe how many tokens of which prefixes were duplicated: loaded by two loads at once."""
     prefixes = sums.duplicated.most_common(_MAX_PREFIXES)
     named = [f"{plural(count, 'token')} of the prefix that ends with chunk {key}" for key, count in prefixes]
     num_others = len(sums.duplicated) - len(prefixes)
@@ -215,7 +215,7 @@ class _Chain:
     num_device_blocks: int
 
     def causes(self) -> list[Cause]:
-        """Return all of them, in the order of the log."""
+        """Return all causes, in the order of the log."""
         causes = [
             *self._happenings(),
             *(self._lookup(lookup, is_first=not place) for place, lookup in enumerate(self.history.lookups)),
@@ -223,12 +223,12 @@ class _Chain:
         ]
         causes.sort(key=lambda cause: cause.last_sequence)
         self._add_notes(causes)
-        # A cause without words repeats another one.
+        # A cause without text repeats another cause.
         causes = [cause for cause in causes if cause.text or cause.notes]
         return _merged(causes, [self._recomputed(again) for again in self.history.recomputations])
 
     def _add_notes(self, causes: Sequence[Cause]) -> None:
-        """Add what extensions know."""
+        """Add the notes of extensions to each cause."""
         known: list[tuple[int, e.Event]] = []
         for cause in causes:
             named = self.histories.events.get(cause.last_sequence)
@@ -288,7 +288,7 @@ class _Chain:
             return
         cause.evidence = (step.sequence,)
         event = step.event
-        # Requests that are not listed decode one token each, so the sum of the step gives their number.
+        # Requests that are not listed decode one token each, so the remaining tokens of the step are their number.
         steady = event.num_scheduled_tokens - sum(scheduled for _, _, scheduled, _ in event.advanced)
         num_requests = len(event.advanced) + max(0, steady)
         ran = f"{plural(num_requests, 'request')} ran {plural(event.num_scheduled_tokens, 'token')}"
@@ -321,7 +321,7 @@ class _Chain:
     # --- lookups, admissions, steps ---------------------------------------------------------------
 
     def _lookup(self, lookup: Lookup, *, is_first: bool) -> Cause:
-        answered = self.histories.events.get(lookup.first_sequence)  # a later one may only repeat it
+        answered = self.histories.events.get(lookup.first_sequence)  # a later answer may only repeat the first
         words = text = "looked up" if answered is None else describe(answered.event, self.core)
         time_ns = 0 if answered is None else answered.time_ns
         until_ns = max(time_ns, self.histories.time_ns(lookup.last_sequence) or 0)
@@ -384,7 +384,7 @@ class _Chain:
 
 
 def _dated(num_tokens: int, reset_sequence: int) -> str:
-    """Return how many of the tokens are older than a reset of vLLM's cache."""
+    """Return text about the tokens that are older than a reset of vLLM's cache; empty if there are none."""
     if not num_tokens:
         return ""
     return (
@@ -401,7 +401,7 @@ def _awaited_text(load: SharedLoad) -> str:
 
 
 def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]:
-    """Return both in order, with consecutive steps that compute again as one cause."""
+    """Return causes and recomputations in order. Consecutive steps that compute tokens again become one cause."""
     result: list[Cause] = []
     for cause in sorted((*causes, *recomputed), key=lambda cause: cause.last_sequence):
         last = result[-1] if result else None
@@ -428,7 +428,7 @@ def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]
 
 
 def groups_of(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Yield groups of neighbouring spans with one reason and the same request or event as its origin."""
+    """Yield groups of neighbouring spans with the same reason, caused by the same request or event."""
     group: list[Span] = []
     for span in spans:
         if group and (group[-1].end_token != span.first_token or _origin(group[-1]) != _origin(span)):
@@ -449,7 +449,10 @@ def _origin(span: Span) -> tuple[object, ...]:
 
 
 def reason_text(spans: Sequence[Span], histories: Histories, chunk_size: int, before_ns: int | None) -> str:
-    """Return why these tokens, which have one reason, were left to compute. `before_ns`: when they were missed."""
+    """Return why these tokens, which have the same reason, were left to compute.
+
+    `before_ns`: when the tokens were missed; None: unknown.
+    """
     first, reason = spans[0], spans[0].reason
     where = _where(first.first_token, spans[-1].end_token, None if reason in _WITHOUT_CHUNKS else chunk_size)
     facts = [span.fact for span in spans if span.fact is not None]

@@ -13,7 +13,7 @@ _NS_PER_S = 1_000_000_000
 
 
 def facts_of(log: StoredLog, duration_ns: int) -> dict[str, str]:
-    """Return the log's writer, opening time, duration, sizes, and how much was read."""
+    """Return label → text for the log's writer, opening time, duration and sizes, and for how much was read."""
     facts = {"log": str(log.path), "written by": log.written_by}
     opened_at = log.header.get("opened_at_unix_ns")
     if isinstance(opened_at, int):
@@ -43,7 +43,7 @@ UNKNOWN_TOTALS = "not known: the snapshot from which the log begins has no total
 
 
 def figures_in_words(figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None) -> dict[str, str]:
-    """Return what the cache did. Of another connector's copies only loaded tokens are counted."""
+    """Return label → text for what the cache did. Of another connector's copies, only loaded tokens are counted."""
     offered = f"{plural(figures.num_tokens_offered, 'token')} offered"
     deferred = "" if num_deferrals is None else f", {plural(num_deferrals, 'deferral')}"
     lines = {

@@ -1,4 +1,4 @@
-"""Finds the request that an id or a part of one means, in one or several logs."""
+"""Finds the request that an id or a part of an id means, in one or several logs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class RequestAmbiguous(CommandFailed):
 
 
 def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) -> tuple[StoredLog, str]:
-    """Find the one request with the given id, or with it as a whole part, as the beginning or as any part of its id.
+    """Find the one request whose id is the given text, has it as a whole part, begins with it, or contains it.
 
-    The first of these rules that fits any request decides. vLLM's front ends write something before and after the id
-    that a client gives: `cmpl-chat-1-0-8f3a1c5e` contains `chat-1` as a whole, between hyphens. A long id is found by
-    its hash, or by its beginning if vLLM has written something before it.
+    These rules are tried in this order until one fits a request. vLLM's front ends write something before and after the
+    id that a client gives: `cmpl-chat-1-0-8f3a1c5e` has `chat-1` as a whole part, between hyphens. A long id, which is
+    cut in logs, is found by its hash, or by its beginning if vLLM has written something before the id.
 
-    Returns the log and the whole id in it.
+    Returns the log and the whole id in that log.
 
     Args:
         known: each log with the ids of its requests, in the order of their arrival.
         given: an id or a part of one.
 
     Raises:
-        RequestUnknown: no log has it.
+        RequestUnknown: no id fits.
         RequestAmbiguous: several ids or logs fit.
     """
     wanted = logged_request_id(given)

@@ -1,9 +1,9 @@
-"""The findings of a log: one for each cause, followed by the breaches that follow from it.
+"""The findings of a log: one for each cause, with the breaches that follow from that cause.
 
-A finding begins with a breach about one life of a request. Later breaches about the same life belong to it, and so do
-those that the same observation shows. A divergence belongs to the finding about its life or its observation. All other
-divergences are one finding, because one change of the code explains them. Breaches of a rule that concern no request
-are one finding, too.
+A finding begins with a breach about one life of a request. Later breaches about the same life belong to the same
+finding, and so do breaches that the same observation shows. A divergence belongs to the finding about its life or its
+observation. All other divergences are one finding, because one change of the code explains them. Breaches of a rule
+that concern no request are one finding, too.
 
 `verify`, the page and the Python API take their number of findings from here. `docs/decisions/0069` has the reasons.
 """
@@ -24,7 +24,7 @@ from kvledger.lifecycle.events import NO_LIFE
 
 @attrs.define
 class Breach:
-    """Something wrong at one event, or repeatedly with other numbers."""
+    """Something wrong at one event, or at several events if its texts differ only in numbers."""
 
     what: str
     detail: str
@@ -34,18 +34,18 @@ class Breach:
     request_id: str = ""
     generation: int | None = None
     evidence: Sequence[int] = ()
-    """Sequence numbers of the events that show it, for its first occurrence."""
+    """Sequence numbers of the events that show its first occurrence."""
     num_times: int = 1
     last_sequence: int = attrs.field(default=attrs.Factory(lambda breach: breach.sequence, takes_self=True))
     last_ns: int = attrs.field(default=attrs.Factory(lambda breach: breach.time_ns, takes_self=True))
 
     @property
     def title(self) -> str:
-        """The breach, where, how often, and for which request."""
+        """What is wrong, at which events, how often, and for which request."""
         return f"{self._place}{self._whose}"
 
     def text_after(self, first: Breach) -> str:
-        """Return the whole text, without the request if it is that of `first`."""
+        """Return the whole text, without the request if `first` has the same request."""
         title = self._place if self._whose == first._whose else self.title
         return f"{title}: {self.detail}" if self.detail else title
 
@@ -72,7 +72,7 @@ class Finding:
 
     @property
     def first(self) -> Breach:
-        """The breach with which it begins."""
+        """The breach with which the finding begins."""
         return self.breaches[0]
 
     @property
@@ -82,13 +82,13 @@ class Finding:
 
     @property
     def follows(self) -> list[str]:
-        """The breaches that follow from it, in words."""
+        """The later breaches, in words."""
         return [breach.text_after(self.first) for breach in self.breaches[1:]]
 
 
 @attrs.frozen
 class FindingList:
-    """The findings of a log, in the order of their first events; those without an event come first."""
+    """The findings of a log, in the order of their first events; findings without an event come first."""
 
     findings: Sequence[Finding] = ()
     num_uncollected: int = 0
@@ -96,12 +96,12 @@ class FindingList:
     _of: dict[int, Finding] = attrs.field(factory=dict)
 
     def first_sequence(self, item: object) -> int:
-        """Return the sequence number that identifies the finding of a violation or divergence: its first."""
+        """Return the first sequence number of the finding to which a violation or divergence belongs."""
         return self._of[id(item)].first.sequence or 0
 
     @classmethod
     def of(cls, judgement: Judgement, core: Core, others: Iterable[Breach]) -> FindingList:
-        """Return the findings of an audit, and `others` as one finding each."""
+        """Return the findings of an audit, and one finding for each of `others`."""
         folding = _Folding()
         for violation in judgement.violations:
             folding.add_violation(violation)
@@ -133,7 +133,7 @@ class _Folding:
         self._by_life: dict[Hashable, Finding] = {}
         self._by_observation: dict[int, Finding] = {}
         self._alike: dict[tuple[int, Hashable, str, str], Breach] = {}
-        """Finding, life, breach and its text without numbers → the breach that counts them."""
+        """(`id` of the finding, life, what is wrong, text without numbers) → breach that counts the repetitions."""
 
     def add_violation(self, violation: Violation) -> None:
         shown = [*dict.fromkeys((*violation.evidence, violation.sequence))]
@@ -188,5 +188,5 @@ def difference_text(divergence: Divergence, core: Core) -> str:
 
 
 def _life(ordinal: int | None, request_id: str) -> Hashable:
-    """Identify a life, or a request without one; None if no request is concerned."""
+    """Return a key for a life, or for a request whose life is unknown; None if no request is concerned."""
     return (request_id, ordinal) if request_id else None

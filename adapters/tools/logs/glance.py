@@ -1,6 +1,7 @@
 """Describes a log without folding it, from its header, its files, its end record and its newest segment.
 
-In a large log it does not see damage in older segments: `kvledger verify` reads them. It must not decide anything.
+In a large log, a glance does not see damage in older segments; `kvledger verify` does. This module must not decide
+anything.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvledger.storage.events.segment_bytes import num_written_bytes
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, first_sequence_of, segment_paths
 
 _COUNTED_BYTES = 4 << 20
-"""Size of a log from which its requests are not counted; `kvledger show` keeps an index for them."""
+"""Size in bytes from which the requests of a log are not counted; `kvledger show` counts them."""
 
 
 @attrs.frozen
@@ -47,7 +48,7 @@ class Glance:
     damage: tuple[str, ...] = ()
     """Kinds of damage in the segments that were read."""
     unreadable: str = ""
-    """Reason why nothing else is known."""
+    """Reason why nothing else is known; empty if the log can be read."""
 
 
 def glance_at(path: Path) -> Glance:
@@ -108,7 +109,7 @@ def _glance_at(path: Path) -> Glance:
 
 
 def _decoder(header: dict[str, object]) -> EventDecoder | None:
-    """Return a decoder for times and requests; None if events cannot be decoded here. Then only these are missing."""
+    """Return a decoder for times and requests; None if events cannot be decoded here: then only these are missing."""
     try:
         return EventDecoder(Core.standard().reading(header, available_extensions()), header, lenient=True)
     except (CodecError, CoreError):

@@ -1,6 +1,7 @@
 """The history of one request, and the events that it names.
 
-They come from the log's index. Without one the log is read twice, because the history is known only at its end.
+Both come from the log's index. Without an index the log is read twice, because the history is complete only at the end
+of the log.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class Histories:
     of_incarnations: Sequence[RequestHistory]
     events: Mapping[int, NamedEvent]
     names: Mapping[int, str]
-    """Ordinal → request id, at least of the requests that got blocks when this one lost its own."""
+    """Ordinal → request id, at least for the requests that got blocks when this request was preempted."""
 
     def time_ns(self, sequence: int) -> int | None:
-        """Return the time of an event; None if it is not named."""
+        """Return the time of an event; None if no history names the event."""
         named = self.events.get(sequence)
         return None if named is None else named.time_ns
 
 
 def read_histories(log: StoredLog, selection: Selection, request_id: str, output: Progress) -> Histories:
-    """Return those of a request up to the selection's end. Events before the selection's beginning count, too."""
+    """Return the histories of a request up to the selection's end, with the events before its beginning."""
     index = index_for(log, output, request_id) if selection.last_sequence is None else None
     if index is not None:
         with contextlib.closing(index):
@@ -80,7 +81,7 @@ def _from_index(index: LogIndex, request_id: str) -> Histories:
 
 @attrs.frozen
 class NamedEvents:
-    """Collects the events with these numbers. Give it every batch."""
+    """Collects the events whose numbers are in `numbers`. Pass every batch to `take`."""
 
     numbers: Collection[int]
     events: dict[int, NamedEvent] = attrs.field(factory=dict)

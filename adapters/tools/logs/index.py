@@ -1,8 +1,8 @@
-"""An index of one log: where each request is in it, and what became of it.
+"""An index of one log: where each request is in the log, and what became of the request.
 
-One pass builds it, and later passes continue it when the log has grown or its oldest segments were retired. It is a
-file in the user's cache folder. If it is missing or has another format, it is built again. It must not judge a log, and
-it does not have requests that began before the log's first segment.
+One pass builds the index. Later passes continue it when the log has grown or its oldest segments were retired. The
+index is a file in the user's cache folder. If the file is missing or has another format, it is built again. It does not
+have requests that began before the log's first segment. This module must not judge a log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INDEX_FROM_BYTES = 32 << 20
 
 @attrs.frozen
 class Span:
-    """The events of one life: its own are between these two, both included.
+    """The events of one life: they lie between these two sequence numbers, both included.
 
     A life that has not ended extends to the end of the log: a step that only decodes one more token names no request.
     """
@@ -46,15 +46,15 @@ class Span:
 
 
 class LogIndex:
-    """Answers without reading the log, or by reading little of it."""
+    """Answers questions about a log without reading it, or by reading little of it."""
 
     def __init__(self, path: Path, log: StoredLog) -> None:
         """Open the index at `path`.
 
         Raises:
-            sqlite3.Error: it is not an index.
+            sqlite3.Error: the file is not an index.
             Undecodable: likewise.
-            OSError: it cannot be read, or is not a regular file.
+            OSError: the file cannot be read, or is not a regular file.
         """
         os.close(open_for_reading(path))  # SQLite would follow a link and wait for a pipe
         self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
@@ -154,7 +154,7 @@ class LogIndex:
             raise self._damaged(error) from error
 
     def events_between(self, first_sequence: int, last_sequence: int) -> Iterator[tuple[int, e.Event]]:
-        """Yield the events from `first_sequence` to `last_sequence`. Reading begins near the first one."""
+        """Yield the events from `first_sequence` to `last_sequence`. Reading begins near `first_sequence`."""
         for batch in self._batches_from("first_sequence", first_sequence):
             for sequence, event in batch.numbered():
                 if sequence > last_sequence:
@@ -163,7 +163,7 @@ class LogIndex:
                     yield sequence, event
 
     def named(self, sequences: Iterable[int]) -> Iterator[tuple[int, e.Event, int]]:
-        """Yield the events with these numbers, in order, with their times. Reads few others."""
+        """Yield (number, event, time) for the events with these numbers, in order. Reads few other events."""
         wanted = sorted(sequences, reverse=True)
         while wanted:
             num_read, first = 0, wanted[-1]
@@ -177,7 +177,7 @@ class LogIndex:
                 if not wanted or num_read > BATCHES_PER_PLACE:
                     break
             if wanted and wanted[-1] == first:
-                wanted.pop()  # it is not in the log
+                wanted.pop()  # this event is not in the log
 
     def events_around(self, time_ns: int) -> Iterator[tuple[int, e.Event]]:
         """Yield the events from a place that precedes all events at `time_ns` (since the log was opened) or later."""
@@ -203,7 +203,7 @@ class LogIndex:
             CommandFailed: the index is damaged.
         """
         try:
-            for row in self._connection.execute(query, values):  # noqa: UP028 -- that would close the cursor too late
+            for row in self._connection.execute(query, values):  # noqa: UP028 -- `yield from` closes too late
                 yield row
         except (sqlite3.Error, OverflowError) as error:
             raise self._damaged(error) from error
@@ -219,10 +219,11 @@ class LogIndex:
 
 
 def index_for(log: StoredLog, output: Progress, request: str | None = None) -> LogIndex | None:
-    """Return the index of a log, built if need be; None if the log is small or has no usable index, so read the log.
+    """Return the index of a log, built if necessary; None if the caller must read the log.
 
-    A log that is being written outgrows its index at once. For one `request` (its id or a part of it) an older index is
-    therefore enough, if it has the end of every request whose id contains this.
+    None means that the log is small or has no usable index. A log that is being written outgrows its index at once. For
+    one `request` (an id or a part of an id) an older index is therefore enough, if it has the end of every request
+    whose id contains this text.
     """
     if log.is_smaller_than(INDEX_FROM_BYTES) or not log.header:
         return None
@@ -236,7 +237,7 @@ def index_for(log: StoredLog, output: Progress, request: str | None = None) -> L
 
 
 def _built(log: StoredLog, output: Progress) -> LogIndex | None:
-    """Return the index of the log as it is now; None, with a remark, if none can be kept."""
+    """Return the index of the log as it is now; None, with a remark, if no index can be kept."""
     try:
         what = "bringing the index up to date" if earlier_contents(log) is not None else "building an index, once"
         with output.progress(log, what):
@@ -247,7 +248,7 @@ def _built(log: StoredLog, output: Progress) -> LogIndex | None:
 
 
 def open_index(log: StoredLog, request: str | None = None) -> LogIndex | None:
-    """Return an existing index of the log as it is now, or one that has all of a request; see `index_for`."""
+    """Return an existing index of the log as it is now, or an older one sufficient for `request`; see `index_for`."""
     try:
         index = LogIndex(index_path(log), log)
     except (sqlite3.Error, ValueError, OSError):

@@ -1,7 +1,7 @@
 """Writes the index of a log in one pass, or adds what was appended since an earlier index.
 
-An earlier index is continued if the log has no missing events and the next frame follows its chain hash. Otherwise the
-log is read from its beginning. It must not answer anything.
+An earlier index is continued if the log has no missing events and the next frame follows the index's chain hash.
+Otherwise the log is read from its beginning. This module must not answer questions about a log.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events.files import PRIVATE_DIRECTORY, make_directory, open_for_reading
 
 BATCHES_PER_PLACE = 64
-"""Frames between two places at which reading can begin."""
+"""Number of frames between two places at which reading can begin."""
 
 
 def write_index(log: StoredLog) -> None:
@@ -68,7 +68,7 @@ def write_index(log: StoredLog) -> None:
 
 
 def earlier_contents(log: StoredLog) -> Contents | None:
-    """Return the contents of an earlier index of the log; None if there is none that can be continued."""
+    """Return the contents of an earlier index of the log; None if no index can be continued."""
     try:
         os.close(open_for_reading(index_path(log)))
         with _opened(f"{index_path(log).absolute().as_uri()}?mode=ro") as connection:
@@ -82,7 +82,7 @@ def earlier_contents(log: StoredLog) -> Contents | None:
 
 
 def _continue(log: StoredLog, contents: Contents, earlier: Path, unfinished: str) -> bool:
-    """Copy an earlier index and add what came since. Return False if that is not possible."""
+    """Copy an earlier index and add the events since. Return False if that is not possible."""
     try:
         with os.fdopen(open_for_reading(earlier), "rb") as source, Path(unfinished).open("wb") as target:
             shutil.copyfileobj(source, target)
@@ -90,7 +90,7 @@ def _continue(log: StoredLog, contents: Contents, earlier: Path, unfinished: str
             ((stored,),) = connection.execute("SELECT stored FROM memory")
             connection.execute("BEGIN")
             return _Builder(log, connection, contents, unpacked(stored, IndexMemory)).go_on()
-    except Exception:  # noqa: BLE001 -- whatever is wrong with an index, a new one is right
+    except Exception:  # noqa: BLE001 -- whatever is wrong with the index, a new one is built
         return False
 
 
@@ -105,7 +105,7 @@ def _opened(path: str) -> Iterator[sqlite3.Connection]:
 
 
 class _Builder:
-    """Reads a log and writes its index. Holds only the requests that are not released."""
+    """Reads a log and writes its index. In memory, keeps only requests that are not released."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Builder:
             self._model = begin_model(log)
             self._totals = begin_totals(log, self._model)
             self._accounts = begin_accounts(log, self._model, on_end=self._write_story)
-        else:  # its memory has the state of all of them
+        else:  # the memory of the index has the state of these three
             self._model = Model(log.core.tables, log.configuration)
             self._totals = LogTotals(self._model, is_complete=earlier.figures is not None)
             self._accounts = Accounts(self._model, on_end=self._write_story, keeps_histories=True)
@@ -135,13 +135,13 @@ class _Builder:
             self._reader.resume(memory.reader, log.core.fingerprint())
 
     def build(self) -> None:
-        """Read everything."""
+        """Read the whole log."""
         extent = extent_of(self._log)
         self._read(self._log.batches())
         self._finish(extent)
 
     def go_on(self) -> bool:
-        """Read what came since the earlier index. Return False if events are missing, so that all must be read."""
+        """Read the events since the earlier index. Return False if some are missing; then read the whole log."""
         earlier, log = self._earlier, self._log
         if earlier is None:
             return False
@@ -185,7 +185,7 @@ class _Builder:
         self._connection.execute("INSERT INTO log VALUES (?)", (msgspec.msgpack.encode(self._contents(extent)),))
 
     def _remember(self) -> None:
-        """Store the state. Call this before `finish`, which ends the open requests."""
+        """Store the reader's state. Call this before `finish`, which ends the open requests."""
         self._memory.reader = self._reader.capture(self._log.core.fingerprint())
         self._connection.execute("INSERT INTO memory VALUES (?)", (packed(self._memory),))
 

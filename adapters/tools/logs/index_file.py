@@ -1,4 +1,7 @@
-"""Where the index of a log is kept, and what it contains about the whole log. It must not know requests or events."""
+"""Where the index of a log is kept, and what it contains about the whole log.
+
+This module must not know requests or events.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from kvledger.storage.events.retirements import read_retirements, retired_betwee
 from kvledger.storage.events.segment_bytes import num_written_bytes
 
 INDEX_FORMAT = 21
-"""Version of the format. Increase it with every change of an index's contents: others are built again."""
+"""Version of the format. Increase it with every change of an index's contents: other versions are built again."""
 
 SCHEMA = """
 CREATE TABLE log (contents BLOB NOT NULL);
@@ -51,7 +54,7 @@ def unpacked(stored: bytes, value_type: type[_Value]) -> _Value:
     """Decode a value that `packed` returned.
 
     Raises:
-        zlib.error: it is something else.
+        zlib.error: the stored bytes are something else.
         Undecodable: likewise.
     """
     return from_msgpack(zlib.decompress(stored), value_type, as_counter)
@@ -74,12 +77,12 @@ class Contents:
 
     index_format: int
     folded_by: str
-    """The code that made it, see the function `folded_by`."""
+    """The code that made the index, see the function `folded_by`."""
     log_id: str
     extent: tuple[str, int]
     """The last segment, and its size in bytes as written."""
     segments: tuple[SegmentStart, ...]
-    """Segments that were read, without some that were retired since."""
+    """Segments that were read. Some that were retired since may be left out."""
     head_hash: str
     num_bytes: int
     num_frames: int
@@ -93,15 +96,15 @@ class Contents:
     damage: tuple[Damage, ...]
 
     def is_of(self, log: StoredLog) -> bool:
-        """Whether it is of this log and made by this code."""
+        """Whether the index is of this log and was made by this code."""
         return (self.index_format, self.folded_by, self.log_id) == (INDEX_FORMAT, folded_by(log), log_id_of(log))
 
     def describes(self, log: StoredLog) -> bool:
-        """Whether it is of this log as it is now."""
+        """Whether the index is of this log as the log is now."""
         return self.is_of(log) and self.extent == extent_of(log) and self._has_segments_of(log)
 
     def describes_beginning(self, log: StoredLog) -> bool:
-        """Whether it is of this log as it was before events were appended, and perhaps its oldest segments retired."""
+        """Whether the index is of an earlier state of this log: events were appended since, or old segments retired."""
         last, num_bytes = self.extent
         files = {file.name: file for file in log.files()}
         if not self.is_of(log) or last not in files or not self._has_segments_of(log):
@@ -123,7 +126,7 @@ class Contents:
         return self.is_whole and retired_between(retirements, log.header.get("log_id"), first, first_left) is not None
 
     def segments_left(self, log: StoredLog) -> tuple[SegmentStart, ...]:
-        """Return the segments that were read, from the log's present first one on."""
+        """Return the segments that were read and that the log still has."""
         first = log.files()[0].name
         return tuple(itertools.dropwhile(lambda segment: segment.name != first, self.segments))
 
@@ -145,13 +148,13 @@ class Contents:
 
 
 class IndexMemory(msgspec.Struct, forbid_unknown_fields=True):
-    """State at the end of an index, with which it is continued when the log has grown.
+    """State from which an index is continued when the log has grown.
 
-    Plain values. Only their types are checked: a forged index can make answers wrong, nothing else.
+    All values are plain data. Only their types are checked: a forged index can make answers wrong, nothing else.
     """
 
     reader: bytes = b""
-    """State of the reader, of the open requests, the totals and the reasons, see `Reader.capture`."""
+    """State of the reader, with its open requests, totals and reasons; see `Reader.capture`."""
     num_batches: int = 0
     time_ns: int = 0
     """The latest time before the last place at which reading can begin."""
@@ -166,7 +169,7 @@ def folded_by(log: StoredLog) -> str:
 def index_path(log: StoredLog) -> Path:
     """Return where the log's index is kept: below `XDG_CACHE_HOME`, or ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    # Two copies of a log have one id, and may end at different places.
+    # Two copies of a log have the same id, and may end at different places.
     place = hashlib.blake2b(os.fsencode(log.path.absolute()), digest_size=4).hexdigest()
     return Path(cache) / "kvledger" / "indexes" / f"{log_id_of(log)}-{place}.sqlite"
 

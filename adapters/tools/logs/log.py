@@ -79,7 +79,7 @@ class Batch:
     chain_hash: bytes
     """Chain hash of the frame."""
     gap: Gap | None = None
-    """Missing events before it; None also if reading began in the middle of the log."""
+    """Missing events before the batch; None also if reading began in the middle of the log."""
 
     @property
     def events(self) -> Sequence[Event]:
@@ -120,21 +120,21 @@ class StoredLog:
     path: Path
     core: Core
     header: Mapping[str, object]
-    """Empty if no copy of it is intact. Events are then decoded as this version writes them."""
+    """Key → value; empty if no copy of the header is intact. Events are then decoded as this version writes them."""
     _configuration: LedgerConfiguration | None
     trusts_snapshots: bool = attrs.field(default=False, kw_only=True)
     """Whether to use a snapshot that other code computed."""
     damage: list[Damage] = attrs.field(factory=list, init=False)
-    """Damage that the event store reports, and of these kinds: `lost_events` (the log records that the writer could not
-    write them), `undecodable` (an intact frame that does not match the header, or a payload that its extension cannot
-    decode), `miscounted` (a frame with another number of events than it states)."""
+    """Damage that the event store reports, and of these kinds: `lost_events` (events that the writer could not write,
+    as the log records), `undecodable` (an intact frame that does not match the header, or a payload that its extension
+    cannot decode), `miscounted` (a frame with another number of events than it states)."""
     num_bytes: int = attrs.field(default=0, init=False)
     num_frames: int = attrs.field(default=0, init=False)
     num_events: int = attrs.field(default=0, init=False)
     first_sequence: int = attrs.field(default=0, init=False)
     last_sequence: int = attrs.field(default=0, init=False)
     trusted_sequence: int = attrs.field(default=0, init=False)
-    """The last event before the first missing one, counted from the log's first event or from `start_sequence`."""
+    """The event up to which none is missing, from event 1 on or, if folding begins later, after `start_sequence`."""
     start_sequence: int = attrs.field(default=0, init=False)
     """The event after which the log can be folded, see `start`; 0: from its first event."""
     start_remarks: list[str] = attrs.field(factory=list, init=False)
@@ -153,11 +153,11 @@ class StoredLog:
     """Whether the log was being written when reading began. Events appended since may not have been read."""
 
     def start(self, *, newest: bool = False) -> Start | None:
-        """Return the state from which to fold the log; None: from its beginning.
+        """Return the state from which to fold the log; None: fold from its beginning.
 
-        If the oldest segments were retired, this is the earliest snapshot that fits the log and the format of the
-        state. This code must have made it, unless snapshots are trusted. Afterwards `is_trusted` is about events after
-        `start_sequence`.
+        If the oldest segments were retired, the state is that of the earliest snapshot that fits the log and the format
+        of the state. This code must have made the snapshot, unless snapshots are trusted. After this call `is_trusted`
+        is about events after `start_sequence`.
 
         Args:
             newest: take the newest such snapshot, even if the log has its beginning.
@@ -188,18 +188,18 @@ class StoredLog:
         return start
 
     def totals(self, projections: Projections) -> Totals:
-        """Return totals that count what `projections` fold from here on. Call it after `start`, before the first fold.
+        """Return totals that count what `projections` fold from now on. Call it after `start`, before the first fold.
 
-        They are incomplete if folding begins at a snapshot without totals.
+        The totals are incomplete if folding begins at a snapshot without totals.
         """
         return Totals.continued(projections, self.start_totals) if self.start_sequence else Totals(projections)
 
     @property
     def configuration(self) -> LedgerConfiguration:
-        """Sizes and choices of the engine that wrote the log, needed to fold anything in it.
+        """Sizes and choices of the engine that wrote the log, needed to fold its events.
 
         Raises:
-            CommandFailed: no copy of the header, which has them, is intact.
+            CommandFailed: no copy of the header, which has the configuration, is intact.
         """
         if self._configuration is None:
             raise CommandFailed(
@@ -237,7 +237,7 @@ class StoredLog:
 
     @property
     def other_code_remarks(self) -> list[str]:
-        """Remark that other code makes the decisions again."""
+        """A remark if the decisions are made again by other code than the log's; else empty."""
         other = self.core.other_code(self.header) if self.header else ""
         return [f"decisions were repeated by other code ({other}), which can cause divergences"] if other else []
 
@@ -253,7 +253,7 @@ class StoredLog:
 
     @property
     def retired(self) -> Sequence[Retirement]:
-        """Segments that were retired and are recorded as such, which is no damage. Known after reading."""
+        """Segments that are recorded as retired. They are not damage. Known after reading."""
         return self._reader.retired
 
     @property
@@ -275,7 +275,7 @@ class StoredLog:
         return self.ending
 
     def has_ended(self) -> bool:
-        """Whether no process writes the log any more, by its end record. False for a copy or mirror: it may grow."""
+        """Whether no process writes the log any more, by its end record. False for a copy or mirror, which may grow."""
         if is_being_written(self.path):
             return False
         ending = judge_ending(self.path, self.header.get("log_id"), 0, None, was_open=False)
@@ -291,12 +291,12 @@ class StoredLog:
         return segment_paths(self.path) if self.path.is_dir() else [self.path]
 
     def has_more_than(self, segment: str, offset: int) -> bool:
-        """Whether there are bytes after this place."""
+        """Whether the log has bytes after this place."""
         last = self.files()[-1]
         return last.name > segment or num_written_bytes(last) > offset
 
     def total_bytes(self) -> int:
-        """Return the bytes of the log's present segments, as written: what a reading takes."""
+        """Return the number of bytes in the log's present segments, as written: what a whole reading reads."""
         return sum(map(num_written_bytes, self.files()))
 
     def is_smaller_than(self, num_bytes: int) -> bool:
@@ -309,7 +309,7 @@ class StoredLog:
             yield from batch.numbered()
 
     def batches(self, until: int | None = None) -> Iterator[Batch]:
-        """Yield the same as batches, with the place of each frame and what is missing before it."""
+        """Yield the same events as batches, with the place of each frame and the gap before it."""
         return _up_to(until, self._intact())
 
     def batches_so_far(self, until: int | None = None) -> Iterator[Batch]:
@@ -328,15 +328,15 @@ class StoredLog:
                 return
 
     def batches_behind(self, sequence: int, head_hash: str = "") -> Iterator[Batch]:
-        """Yield the batches after an event up to which an earlier reading found nothing missing. Counts only these.
+        """Yield the batches after an event up to which an earlier reading missed nothing, and count only these.
 
         Args:
             sequence: the number of that event, the last of its frame.
-            head_hash: chain hash (hex) of that frame, from which the next one must follow; empty: a segment begins
-                there, whose header was compared.
+            head_hash: chain hash (hex) of that frame, from which the next frame must follow; empty: the next frame
+                begins a segment, whose header was compared.
 
         Raises:
-            LogError: the next frame does not follow from it.
+            LogError: the next frame does not follow from `head_hash`.
         """
         return self._intact(after=sequence, head_hash=head_hash)
 
@@ -361,14 +361,14 @@ class StoredLog:
             yield from events
 
     def trusted_frames(self) -> Iterator[Iterable[SequencedEvent]]:
-        """Yield the same, one frame's events at a time."""
+        """Yield the same events as `trusted_events`, one frame at a time."""
         for batch in self.batches():
             if self.is_trusted:
                 yield batch.numbered()
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the last batch can be folded: no event is missing before it, from the log's first or the snapshot."""
+        """Whether the last batch can be folded: no event before it is missing, back to event 1 or the snapshot."""
         return self.start_sequence < self.last_sequence <= self.trusted_sequence
 
     def _intact(self, *, after: int = 0, head_hash: str = "") -> Iterator[Batch]:
@@ -468,14 +468,14 @@ def _up_to(until: int | None, batches: Iterator[Batch]) -> Iterator[Batch]:
 def open_log(
     path: Path, core: Core | None = None, *, lenient: bool = False, trusts_snapshots: bool = False
 ) -> StoredLog:
-    """Open the log at `path`, which `sources.find_logs` has found, to be read with `core`; default: the standard one.
+    """Open the log at `path`, which `sources.find_logs` has found. `core` decodes it; default: the standard core.
 
     With `lenient`, events that this version does not know are skipped and counted. With `trusts_snapshots`, snapshots
     that other code computed are used if the log has lost its beginning.
 
     Raises:
-        CommandFailed: it cannot be read, is no kvledger log, was written by a newer version, or is a symbolic link,
-            which `find_logs` resolves.
+        CommandFailed: the log cannot be read, is no kvledger log, was written by a newer version, or is a symbolic
+            link, which `find_logs` resolves.
     """
     core = core or Core.standard()
     try:
@@ -505,7 +505,7 @@ def open_log(
 
 
 def _without_header(path: Path, core: Core, reader: LogReader, *, lenient: bool) -> StoredLog:
-    """Open a log without an intact header: its events, if they are encoded as this version encodes them."""
+    """Open a log without an intact header, if its events are encoded as this version encodes them."""
     decoder = EventDecoder(core, vocabulary_header(core), lenient=lenient)
     why = "it holds no intact event"
     for frame in reader:

@@ -21,18 +21,21 @@ class Observation:
 
     @property
     def last_sequence(self) -> int:
-        """Sequence number of its last decision, or its own."""
+        """Sequence number of the last decision; of the observation if there is none."""
         return self.decisions[-1][0] if self.decisions else self.sequence
 
 
 class ObservationVisitor(Visitor[Model]):
-    """Called with each observation once its decisions are complete. Skips decisions without an observation."""
+    """A visitor that is called with each observation once the observation's decisions are complete.
+
+    Decisions without an observation are skipped.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._observation: Observation | None = None
         self._over: dict[str, Life] = {}
-        """Request id → its life, if that ended at this observation."""
+        """Request id → life that ended at this observation."""
 
     @abstractmethod
     def observed(self, observation: Observation) -> None:
@@ -47,7 +50,7 @@ class ObservationVisitor(Visitor[Model]):
         self._over[life.request_id] = life
 
     def decided(self) -> None:
-        """Pass on the observation."""
+        """Pass the complete observation to `observed`."""
         observation, self._observation = self._observation, None
         if observation is not None:
             self.observed(observation)
@@ -58,7 +61,7 @@ class ObservationVisitor(Visitor[Model]):
         return self.model.lives.get(request_id) or self._over.get(request_id)
 
     def paths(self, request_id: str) -> tuple[str | None, str | None]:
-        """Return a request's state and sub-state before and after the observation; None if it had none or has ended."""
+        """Return a request's state and sub-state before and after the observation; None where it has no life."""
         life, lives = self.life_of(request_id), self.model.lives
         if life is None:
             return None, None

@@ -39,7 +39,7 @@ class Overview:
     num_preempted: int
     """Preempted requests that are not running again yet."""
     num_finished: int
-    """Requests that have finished, without those before a snapshot."""
+    """Requests that have finished. If reading began at a snapshot, earlier ones are not counted."""
     num_blocks_held: int | None
     """Distinct blocks of vLLM's KV cache that requests hold; None if a group of layers has a window."""
     num_loads: int
@@ -51,10 +51,10 @@ class Overview:
     """Tokens of admissions beyond vLLM's own prefix hit, since the log was opened."""
     num_tokens_hit: int
     num_recently_queried: int
-    """The same in the last `recent_ns`."""
+    """Queried tokens of the last `recent_ns`."""
     num_recently_hit: int
     recent_ns: int
-    """`RECENT_S`, or less: the log, or what was read of it behind a snapshot, is younger."""
+    """`RECENT_S`, or less if the log, or its part after the snapshot, is shorter."""
     num_violations: int
     num_hook_failures: int
     last_fault: str
@@ -67,8 +67,8 @@ class Overviews(Visitor[Model]):
     """Makes overviews of what a reader has read so far.
 
     Args:
-        model: of the reader.
-        totals: count what the same reader reads. They come before this visitor.
+        model: the reader's model.
+        totals: totals of the same reader, which calls them before this visitor.
     """
 
     needs = ("lives", "tables", "copies")
@@ -80,7 +80,7 @@ class Overviews(Visitor[Model]):
         self._last_fault = ""
         self._admitted: deque[tuple[int, int, int]] = deque()
         """(time, tokens queried, tokens hit) before the first event and after each admission, the newest last. The
-        first is the newest that is not recent, if there is such a one."""
+        first entry is the newest that is older than `RECENT_S`, if there is one."""
         self._note_figures()
 
     @on(e.RequestFinished)
@@ -105,7 +105,7 @@ class Overviews(Visitor[Model]):
         self._last_fault = f"{describe_core_event(event)} (event {self.moment.sequence})"
 
     def now(self, num_worst: int) -> Overview:
-        """Return the engine now, with at most `num_worst` requests."""
+        """Return an overview of the present state, with at most `num_worst` of the worst requests."""
         model, figures = self.model, self._totals.figures
         states: Counter[RequestState] = Counter(life.state for life in model.lives)
         copies = [copy for _, copy in model.copies]

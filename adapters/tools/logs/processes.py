@@ -1,4 +1,4 @@
-"""Processes for work on several cores. They end with the process that started them. It must not know logs."""
+"""Processes for work on several cores. They end with the process that started them. This module must not know logs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Processes:
     def __init__(self, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._reader, self._writer = context.Pipe(duplex=False)
-        with without_working_directory():  # its locks start multiprocessing's resource tracker
+        with without_working_directory():  # the executor's locks start multiprocessing's resource tracker
             self._executor = ProcessPoolExecutor(number, context, _end_with, (self._reader,))
 
     def submit(
@@ -49,7 +49,7 @@ class Processes:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def end(self) -> None:
-        """End them, whatever they are doing."""
+        """End the processes, whatever they are doing."""
         self._writer.close()
         self._executor.shutdown(cancel_futures=True)
         self._reader.close()
@@ -62,7 +62,7 @@ class ProcessLost(Exception):
 class SeparateProcesses:
     """Makes up to `number` calls at a time, each in a process that makes no other call meanwhile.
 
-    If the process of a call is killed, the other calls continue, and the call is made once more in a new process.
+    If the process of a call is killed, this call is made once more in a new process. The other calls continue.
     """
 
     def __init__(self, number: int, *, num_tries: int = 2) -> None:
@@ -78,7 +78,7 @@ class SeparateProcesses:
     ) -> Future[_Result]:
         """Call the function, in the order of submission.
 
-        The future raises `ProcessLost` if every try failed, else what the call raises.
+        The future raises `ProcessLost` if every try failed, and otherwise the exception of the call, if any.
         """
         return self._threads.submit(self._tried, partial(function, *args, **kwargs))
 
@@ -134,7 +134,7 @@ def separate_processes(number: int) -> Iterator[SeparateProcesses]:
 
 
 def _end_with(reader: Connection) -> None:
-    """End this process when the other end of the pipe is closed, also by the death of its owner."""
+    """End this process when the other end of the pipe is closed, also because the process that owns it has died."""
 
     def wait() -> None:
         reader.poll(None)

@@ -1,4 +1,4 @@
-"""Where a reader begins in a stored log, and which events it gets, alike for all tools."""
+"""Where a reader begins in a stored log, and which events it gets: the same for all tools."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle.reader import Model, Reader
 
 HEADER_LOST = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
-"""For a log without its header: lives and their states are known, but not chunks and slots."""
+"""Configuration for a log without its header: lives and their states are known, but not chunks and slots."""
 
 
 def begin_model(
     log: StoredLog, configuration: LedgerConfiguration | None = None, *, at_newest_snapshot: bool = False
 ) -> Model:
-    """Return the model before the first event that `take_batch` gives a reader.
+    """Return the model as it is before the first event that `take_batch` passes to a reader.
 
-    If the oldest segments of the log were retired, it contains the state of the first usable snapshot. Without one,
-    reading begins as after a gap. Call it before the batches are read: they begin at `log.start_sequence`.
+    If the oldest segments of the log were retired, the model has the state of the first usable snapshot. Without a
+    usable snapshot, reading begins as after a gap. Call this function before the batches are read, because it sets
+    `log.start_sequence`.
 
     Args:
         log: the opened log.
@@ -40,9 +41,10 @@ def begin_model(
 
 
 def begin_totals(log: StoredLog, model: Model) -> LogTotals:
-    """Return totals for a reader with this model, continued from the snapshot from which it begins.
+    """Return totals for a reader with this model. Call this after `begin_model`.
 
-    They are incomplete if the snapshot has none. Call it after `begin_model`.
+    If reading begins at a snapshot, the result continues the snapshot's totals. If the snapshot has no totals, the
+    result is incomplete.
     """
     state = decoded(log.start_totals) if log.start_sequence else None
     return LogTotals(model, state, is_complete=state is not None or not log.start_sequence)
@@ -55,7 +57,7 @@ def begin_accounts(
     request_id: str | None = None,
     on_end: Callable[[RequestHistory], None] | None = None,
 ) -> Accounts:
-    """Return accounts with histories for a reader with this model. Call it after `begin_model`.
+    """Return accounts with histories for a reader with this model. Call this after `begin_model`.
 
     If reading begins at a snapshot, the accounts lack the earlier history of chunks.
     """
@@ -66,7 +68,7 @@ def begin_accounts(
 
 
 def take_batch(reader: Reader, log: StoredLog, batch: Batch) -> None:
-    """Give a reader the batch that was just read and the gap before it, except what its snapshot contains."""
+    """Pass the batch that was just read, and the gap before it, to a reader, unless the snapshot contains them."""
     gap = batch.gap
     if gap is not None and not gap.is_in_snapshot:
         reader.lost(gap.first_sequence, gap.last_sequence)

@@ -1,4 +1,7 @@
-"""The share of each copy in a report about several. The shares add up to the report, as `kvledger stats` counts it."""
+"""The share of each copy in a report about several copies.
+
+The shares add up to the bytes and the time that `kvledger stats` counts for the report.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from kvledger.lifecycle.events import TransferReported
 def shares_of(report: TransferReported) -> Iterator[tuple[int, int, int]]:
     """Yield (job id, bytes, nanoseconds) of each copy.
 
-    Workers measure the copies of a report together, so the time is divided by bytes, or evenly if there are none.
+    Workers measure the copies of a report together. The time is therefore divided in proportion to the bytes, or evenly
+    if no bytes are reported.
     """
     weights = report.num_bytes if any(report.num_bytes) else [1] * len(report.num_bytes)
     total = sum(weights)

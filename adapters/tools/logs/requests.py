@@ -17,12 +17,12 @@ class RequestSummary(msgspec.Struct, forbid_unknown_fields=True):
     ordinal: int
     first_sequence: int
     last_sequence: int
-    """Its own events are between these two, both included."""
+    """The life's events are between `first_sequence` and this one, both included."""
     arrived_ns: int
     num_prompt_tokens: int
     num_tokens: int
     outcome: str = ""
-    """vLLM's status at the end, or its last state in the log."""
+    """vLLM's status when the request finished; else its last state in the log."""
     finished_ns: int | None = None
     num_preemptions: int = 0
     num_lookups: int = 0
@@ -33,17 +33,17 @@ class RequestSummary(msgspec.Struct, forbid_unknown_fields=True):
     """Failed copies, refused loads, broken rules and failed hooks."""
     is_quarantined: bool = False
     spent: Spent = Spent()
-    """Time until it finished, or until the end of the log."""
+    """Time until the request finished, or until the end of the log."""
 
     def fields(self) -> dict[str, object]:
-        """Name → value, including those of `spent`."""
+        """Return field name → value, including the fields of `spent`."""
         fields = msgspec.structs.asdict(self)
         del fields["spent"]
         return {**fields, **msgspec.structs.asdict(self.spent)}
 
     @property
     def has_failed(self) -> bool:
-        """Whether it, or something for it, failed. An abort is not a failure: the client chose it."""
+        """Whether the request, or something for the request, failed. An abort is not a failure: the client chose it."""
         return self.num_failures > 0 or self.is_quarantined or self.outcome == "FINISHED_ERROR"
 
 
@@ -64,9 +64,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Requests(Visitor[Model]):
-    """Summarizes the requests that arrive. Calls `on_end` with each when it ends, and with the others at the log's end.
+    """Summarizes the requests that arrive. Calls `on_end` with each summary when the request ends.
 
-    A request ends when it is released, or when its id is used again.
+    A request ends when it is released, or when its id is used again. The other requests end with the log.
     """
 
     needs = ("lives", "copies")
@@ -87,7 +87,7 @@ class Requests(Visitor[Model]):
         ]
 
     def ended(self, life: Life) -> None:
-        """Pass on its summary."""
+        """Pass on the summary of this life."""
         self._hand_out(life)
 
     def finish(self) -> None:

@@ -1,6 +1,6 @@
 """The selected part of a log.
 
-It limits what is shown. What is known at an event comes from everything before it.
+A selection limits what is shown. The state at an event still follows from all events before it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Selection:
         return self.last_sequence is not None and sequence > self.last_sequence
 
     def holds_request(self, request_id: str) -> bool:
-        """Whether a finding about `request_id` is selected; one about no request (empty) always is."""
+        """Whether a finding about `request_id` is selected; a finding about no request (empty) always is."""
         return self.request_id is None or not request_id or request_id == self.request_id
 
     def concerns(self, sequence: int, request_id: str) -> bool:
-        """Whether a finding at this event about this request (empty: about none) is selected."""
+        """Whether a finding at this event about this request (empty: about no request) is selected."""
         return self.holds(sequence) and self.holds_request(request_id)
 
     def concerns_violation(self, violation: Violation) -> bool:

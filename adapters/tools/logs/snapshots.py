@@ -1,7 +1,7 @@
 """Makes the snapshots of a log: the state before each segment, folded from the log itself.
 
-A log's writer runs this in another process, and `kvledger retire` for a log that lacks some. It must not know an
-engine.
+A log's writer runs this code in another process. `kvledger retire` runs it for a log that lacks snapshots. This module
+must not know an engine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
     by its writer. Existing snapshots are not changed.
 
     Raises:
-        CommandFailed: the state there is unknown. Snapshots before that are written.
-        OSError: one cannot be written.
+        CommandFailed: the state before a segment is unknown. Snapshots of earlier segments are written.
+        OSError: a snapshot cannot be written.
     """
     begins = ((first_sequence_of(segment) or 1, segment) for segment in segments_without_snapshot(log.path))
     lacking = {begin - 1: segment for begin, segment in begins if first_sequence in {None, begin}}
@@ -47,7 +47,7 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
     folds, batches = StartFolds(log.core, log.configuration), log.batches()
     totals = Totals(folds.projections)
     if begun is not None:
-        with suppress(SnapshotError, NotResumable):  # then from the log's beginning, if it is there
+        with suppress(SnapshotError, NotResumable):  # then read from the log's beginning, if the log has it
             folds = StartFolds(log.core, log.configuration, Start(begun.state, begun.reader))
             totals = Totals.continued(folds.projections, begun.totals)
             batches = log.batches_behind(begun.sequence)

@@ -1,7 +1,7 @@
-"""From the LOG argument to the logs it means: one log, one segment of it, all logs of a directory or of a stream.
+"""From the LOG argument to the logs it means: one log, one segment of a log, all logs of a directory or of a stream.
 
-Every engine start writes a log directory below `log_dir`. This module decides for all commands which logs belong to one
-start, and which start is the newest.
+Every engine start writes a log directory below `log_dir`. This module decides for all commands which logs belong to the
+same start, and which start is the newest.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from kvledger.storage.events.segment_file import segment_paths
 _MAX_NAMED = 10
 _DATA_PARALLEL = re.compile(r"_dp\d+$")
 _STREAM = re.compile(r"(?:nats|tls):/")
-"""The beginning of a stream's URL, as a path; commands that read streams convert their argument."""
+"""The beginning of a stream's URL that became a path. Commands that read streams parse their argument as a URL."""
 
 
 @attrs.frozen
 class EngineStart:
     """The logs of one engine start: the scheduler's, and those of its workers.
 
-    Only the recorder's workers write logs. If a start failed before the scheduler opened its log, it has only those.
+    Only the recorder's workers write logs. A start that failed before the scheduler opened its log has only workers'
+    logs.
     """
 
     scheduler: Path | None
     workers: tuple[Path, ...]
     """In the order in which they were opened."""
     opened_at: int
-    """When the scheduler's log, or else the first of the others, was opened, in nanoseconds since 1970."""
+    """When the scheduler's log, or else the first worker's, was opened, in nanoseconds since 1970."""
     engine_id: str = ""
     """vLLM's engine id, with `_dpN` at its end for one of several engines with data parallelism; empty: not in the
     log."""
@@ -55,13 +56,13 @@ class EngineStart:
 
     @property
     def main(self) -> Path:
-        """The scheduler's log, or the last of the workers' if there is none."""
+        """The scheduler's log; without one, the last of the workers' logs."""
         return self.logs[-1]
 
 
 @attrs.frozen
 class _Log:
-    """What decides to which start a log belongs, from its header."""
+    """A log, with what its header says about the start to which it belongs."""
 
     path: Path
     opened_at: int
@@ -85,14 +86,14 @@ def find_logs(
     newest: bool = False,
     on_remark: Callable[[str], None] = remark,
 ) -> list[Path]:
-    """Return the logs that `path` means: itself, or those in the directory, by start, a start's scheduler log last.
+    """Return the logs that `path` means: itself, or the logs in it by start, each start's scheduler log last.
 
-    The logs of a stream are first mirrored into the directory `mirror`. This takes time; with `newest` only those of
-    the newest start are. If `path` is a link, the returned paths are below its target. `on_remark` gets remarks for the
-    user; default: stderr.
+    The logs of a stream are first mirrored into the directory `mirror`. Mirroring takes time; with `newest`, only logs
+    of the newest start are mirrored. If `path` is a link, the returned paths are below its target. `on_remark` gets
+    remarks for the user; default: stderr.
 
     Raises:
-        CommandFailed: there is none.
+        CommandFailed: there is no log.
     """
     if isinstance(path, StreamUrl):
         return _by_start(mirrored_logs(path, mirror, newest=newest))
@@ -119,7 +120,7 @@ def find_logs(
 
 
 def _has_traces(directory: Path, on_remark: Callable[[str], None]) -> bool:
-    """Whether the directory was a log whose segments are gone. If the record of that is not a file, report it."""
+    """Whether the directory was a log whose segments are gone. Reports a record of this that is not a regular file."""
     try:
         return bool(traces_of_log(directory))
     except RefusedFile as error:
@@ -131,7 +132,7 @@ def _without_link(path: Path) -> Path:
     """Resolve a path that a user gave, which may be a link. Links found in a directory are refused.
 
     Raises:
-        CommandFailed: it leads to something without a name, such as the pipe of a shell's `<(…)`.
+        CommandFailed: the path leads to something without a name, such as the pipe of a shell's `<(…)`.
     """
     real = path.resolve() if path.is_symlink() else path
     if not real.exists():
@@ -175,17 +176,17 @@ def start_of(log: Path) -> EngineStart:
 
 
 def workers_of(scheduler: Path) -> dict[int, Path]:
-    """Rank → log of each worker of the engine start whose scheduler wrote this log, from the same directory."""
+    """Return rank → log for the workers of the scheduler that wrote this log. Searches the same directory."""
     own = start_of(scheduler)
     ranks = {_looked_at(path).rank: path for path in own.workers if own.scheduler == scheduler}
     return dict(sorted((rank or 0, path) for rank, path in ranks.items()))
 
 
 def started_with(start: EngineStart, starts: Sequence[EngineStart]) -> list[EngineStart]:
-    """Return the other starts of the same start of a server: engines of data parallelism, children of a connector.
+    """Return the other engine starts of the same server start: engines of data parallelism, children of a connector.
 
-    They share vLLM's engine id except for `_dpN`, which distinguishes engines of data parallelism (vLLM 0.32:
-    `vllm/v1/engine/core.py`).
+    These starts have the same vLLM engine id except for `_dpN`, which distinguishes engines of data parallelism
+    (vLLM 0.32: `vllm/v1/engine/core.py`).
     """
     if not start.engine_id:
         return []
@@ -203,7 +204,7 @@ def started_with(start: EngineStart, starts: Sequence[EngineStart]) -> list[Engi
 
 
 def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
-    """Return the log that `asked` means for a command that reads one: the scheduler's log of the only engine start.
+    """Return the log that `asked` means for a command that reads one log: the scheduler's of the only engine start.
 
     Raises:
         CommandFailed: there are several starts.
@@ -222,11 +223,11 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
 
 
 def _assigned(schedulers: Iterable[_Log], workers: Iterable[_Log]) -> Iterator[tuple[_Log, list[_Log]]]:
-    """Yield each scheduler's log with the logs of its workers: at most one of each rank, and no log twice.
+    """Yield each scheduler's log with the logs of its workers: at most one per rank, and no log twice.
 
-    A worker's log has the same engine id and connector as its scheduler's. An id from the configuration does not change
-    at a restart. So a worker's log belongs to the scheduler of its own process or, if there is none, to the first
-    scheduler's log that was opened after it.
+    A worker's log has the same engine id and connector as its scheduler's log. An engine id that the configuration sets
+    does not change at a restart. So a worker's log belongs to the scheduler in the worker's own process or, without
+    one, to the first scheduler's log that was opened after the worker's.
     """
     schedulers = list(schedulers)
     pairs = []
@@ -267,7 +268,7 @@ def _may_be_log(path: Path) -> bool:
 
 def _looked_at(log: Path) -> _Log:
     if log.is_symlink():
-        return _Log(log, 0, {})  # so that it is never the newest
+        return _Log(log, 0, {})  # so that a link is never the newest log
     try:
         header = read_log(log).header
         opened_at = header.get("opened_at_unix_ns")

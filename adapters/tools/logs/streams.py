@@ -1,4 +1,4 @@
-"""Logs of a stream for the reading commands: they are mirrored to disk and read like any log.
+"""Logs of a stream, for commands that read logs: they are mirrored to disk and read like any log.
 
 Only this module and `ship` import the NATS client, and only for a stream.
 """
@@ -43,12 +43,12 @@ class StreamUrl:
 
 
 def log_argument(text: str) -> Path | StreamUrl:
-    """Return a LOG argument as a path, or as a URL (in which a path would lose a slash)."""
+    """Return a LOG argument as a path, or as a URL, which would lose a slash as a path."""
     return StreamUrl(text) if _URL.match(text) else Path(text)
 
 
 def shown_log(log: Path | StreamUrl | str) -> str:
-    """Return a LOG argument for messages. If it is not a file, it may be an address with credentials."""
+    """Return a LOG argument for messages. An argument that is not a file may be an address with credentials."""
     if isinstance(log, StreamUrl) or os.path.lexists(log):
         return str(log)
     return without_credentials(str(log), is_address=True)
@@ -58,22 +58,22 @@ def parse_address(url: StreamUrl) -> StreamAddress:
     """Parse a stream's URL.
 
     Raises:
-        CommandFailed: it is not one, or the NATS client is not installed.
+        CommandFailed: the URL is not a stream's, or the NATS client is not installed.
     """
     if not url.text.startswith(_SCHEMES):
         message = f"{url}: not an address of logs; give a path, or nats://host/STREAM[/LOG_ID]"
         raise CommandFailed(message, ExitCode.REFUSED)
     with stream_errors():
-        from kvledger.storage.events.nats import StreamAddress  # noqa: PLC0415 - a fifth of a second
+        from kvledger.storage.events.nats import StreamAddress  # noqa: PLC0415 - the import takes a fifth of a second
 
         return StreamAddress.parse(url.text)
 
 
 def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> list[Path]:
-    """Update the mirror of the URL's logs, or of those of the newest start; return the log directories.
+    """Update the mirror of the URL's logs, or of the newest start's logs only; return the log directories.
 
     Raises:
-        CommandFailed: that failed.
+        CommandFailed: mirroring failed.
     """
     address = parse_address(url)
     from kvledger.storage.events.nats import mirror  # noqa: PLC0415

@@ -1,6 +1,6 @@
-"""The timeline of a request as groups of events: an observation with all decisions on it, in words.
+"""The timeline of a request as groups of events, in words. Most groups are an observation with all decisions on it.
 
-Steps in which a request only computes and saves become one group, and so do equal lookups.
+Consecutive steps in which a request only computes and saves become one group. So do equal lookups in a row.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     generation: int | None
     texts: list[str] = []
     num_moments: int = 1
-    """Observations in it."""
+    """Number of observations in the group."""
     first_token: int = 0
     num_tokens: int = 0
     num_blocks: int = 0
     num_chunks_to_save: int = 0
-    """Chunks of saves that were issued here. Their results are shown where they were reported."""
+    """Chunks of saves that were issued here. The results of the saves are shown where they were reported."""
     num_bytes: int = 0
     duration_ns: int = 0
     """Time that copies took: their shares of the time of each report."""
     num_broken: int = 0
     """Rules that were broken here."""
     waited_ns: int = 0
-    """Time from the arrival to a first lookup."""
+    """Time from the request's arrival to its first lookup; 0 in any other group."""
 
     @property
     def text(self) -> str:
@@ -86,12 +86,12 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
 @attrs.frozen
 class _Seen:
-    """An observation as one request sees it."""
+    """An observation, and what it means for one request."""
 
     request_id: str
     groups: list[Group]
     observation: Observation
-    """With the decisions that concern the request."""
+    """The observation with only the decisions that concern the request."""
     life: Life | None
     is_over: bool
     """Whether the life ended here."""
@@ -119,7 +119,7 @@ class Timelines(ObservationVisitor):
         self._core = core
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """Add a group about the missing events; for a request without a present life, before its first group."""
+        """Add a group about the missing events. A request without a present life gets it before its first group."""
         now_ns, text = self.moment.time_ns, str(Gap(first_sequence, last_sequence))
         self.state.lost = Group("lost", first_sequence, last_sequence, now_ns, now_ns, None, None, None, [text])
         for request_id, groups in self.state.groups.items():
@@ -157,7 +157,7 @@ class Timelines(ObservationVisitor):
             self._add_decisions(seen)
 
     def _add_decisions(self, seen: _Seen) -> None:
-        """Add decisions about the request on an observation about others."""
+        """Add the decisions about this request that were made on an observation about other requests."""
         if seen.decisions:
             self._add(seen, seen.decisions[0].id, "")
 
@@ -182,7 +182,7 @@ class Timelines(ObservationVisitor):
         group.texts += describe_decisions(loud, self._core)
 
     def _continued(self, what: str, seen: _Seen) -> Group | None:
-        """Return the last group, extended by this step, if the step only continues it."""
+        """Return the last group, extended by this step; None if the step begins a new group."""
         last = seen.groups[-1] if seen.groups else None
         if last is None or last.what != what or last.state_after != seen.state_before:
             return None
@@ -287,7 +287,7 @@ class Timelines(ObservationVisitor):
 
 
 def begin_timelines(log: StoredLog, request_ids: Iterable[str]) -> Timelines:
-    """Return timelines of a log that will be read from its beginning or from its first snapshot."""
+    """Return timelines for a log that will be read from its beginning or from its first snapshot."""
     timelines = Timelines(begin_model(log), log.core, request_ids)
     if log.start_sequence:
         timelines.lost(1, log.start_sequence)

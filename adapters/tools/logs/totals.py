@@ -1,4 +1,4 @@
-"""The totals of a log, counted while reading: what the connector counted live, from the same events."""
+"""The totals of a log, counted while reading it. The connector counted the same totals live, from the same events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEED_MORE = (
     *(e.LoadIssued, e.SaveCompleted, e.TransferReported),
 )
 _SAY_ALL = tuple(event_class for event_class in ADDS if event_class not in _NEED_MORE)
-"""Events that are sufficient to know what they add."""
+"""Classes of events that contain everything they add to the totals."""
 
 
 class LogTotals(Visitor[Model]):
@@ -23,10 +23,10 @@ class LogTotals(Visitor[Model]):
     A refused observation is not counted.
 
     Args:
-        model: of the reader.
-        state: the totals so far; default: none.
-        is_complete: False if `state` lacks events before the first that is read.
-        on_took: called with each duration that is added, and the id of the recovered request; empty for a report.
+        model: the reader's model.
+        state: the totals so far; default: zero.
+        is_complete: False if `state` lacks events before the first event that is read.
+        on_took: called with each duration that is added, and the id of the recovered request (empty: a report's).
     """
 
     needs = ("lives", "copies", "answers")
@@ -46,16 +46,16 @@ class LogTotals(Visitor[Model]):
 
     @property
     def figures(self) -> Figures:
-        """The sums so far."""
+        """The totals so far."""
         return self.state.figures
 
     @property
     def complete_figures(self) -> Figures | None:
-        """The same; None if events are missing in them."""
+        """The totals so far; None if they lack events."""
         return self.state.figures if self._is_complete else None
 
     def lost(self, _first_sequence: int, _last_sequence: int) -> None:
-        """Forget recoveries in progress: they may have ended in the missing events."""
+        """Forget recoveries in progress, which may have ended in the missing events."""
         self.state.returning.clear()
         self.state.preempted_ns.clear()
 
@@ -111,5 +111,5 @@ class LogTotals(Visitor[Model]):
 
 
 def _counted(life: Life | None) -> Life | None:
-    """Return the life, unless its arrival is not in the log. The reasons leave such a life out, too."""
+    """Return the life; None if its arrival is not in the log. The package `reasons` leaves such a life out, too."""
     return life if life is not None and life.has_known_beginning else None

@@ -1,4 +1,7 @@
-"""What is in progress at the end of a log, as extensions derive it from their events. It must not know any event."""
+"""What is in progress at the end of a log, as extensions derive it from their events.
+
+This module must not name any event type.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class UnderWay:
 
 
 def under_way(core: Core, event: e.Event, sequence: int, before: UnderWay | None) -> UnderWay | None:
-    """Return what is in progress after an event, given what was before it."""
+    """Return what is in progress after an event. `before`: what was in progress before the event."""
     for extension in core.extensions:
         with suppressed():  # an extension's code may raise
             what = extension.under_way(event)

@@ -1,6 +1,6 @@
 """The audit of a stored log: everything wrong in the selected part, and what could not be judged.
 
-Callers read the log and pass in its batches. This module must not know how they show the result.
+Callers read the log and pass in its batches. This module must not know how callers show the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADER_LOST = (
 class Verification:
     """Checks the rules on the selected part of a log, from its first event or first snapshot to the first gap.
 
-    Create it before the log is read, and give it every batch up to the end of the selection.
+    Create a verification before the log is read, and pass every batch up to the end of the selection to `take`.
     """
 
     def __init__(self, log: StoredLog, selection: Selection) -> None:
@@ -51,7 +51,7 @@ class Verification:
         self._of_extensions = ExtensionEvents()
 
     def take(self, batch: Batch) -> None:
-        """Take the batch that was just read. It is not judged if events before it are missing."""
+        """Take the batch that was just read. A batch is not judged if events before it are missing."""
         if not self._log.header or not self._log.is_trusted:
             return
         events = list(batch.numbered())
@@ -62,7 +62,7 @@ class Verification:
             self._calls.take(events)
 
     def findings(self) -> Findings:
-        """Return all findings. Call it when the log has been read."""
+        """Return all findings. Call this after the log was read."""
         if not self._selection.is_over(self._log.last_sequence):
             # If the log continues after the selection, its last observation may have decisions that were not read.
             self.audit.finish()
@@ -80,16 +80,16 @@ class Verification:
 
 @attrs.frozen
 class EndState:
-    """What is reported of the log's final state."""
+    """What is reported about the state at the end of the log."""
 
     num_open_requests: int | None
     """Requests that had arrived and not finished; None: unknown, because events before the end are missing."""
     stopped_at: Mapping[str, int]
-    """Extension → the event that stopped it."""
+    """Extension → sequence number of the event that stopped it."""
 
     @classmethod
     def of(cls, projections: Projections) -> EndState:
-        """Return it for these projections."""
+        """Return the end state of these projections."""
         stopped_at = dict(projections.extensions.state.stopped)
         num_open = sum(record.state is not RequestState.FINISHED for record in projections.tracker)
         return cls(num_open, stopped_at)
@@ -97,7 +97,7 @@ class EndState:
 
 @attrs.frozen
 class StoppedExtension:
-    """An extension whose code raised while the log was written, and that was stopped from there on."""
+    """An extension whose code raised while the log was written. kvledger stopped it from that event on."""
 
     extension: str
     version: int | None
@@ -105,15 +105,15 @@ class StoppedExtension:
     sequence: int
     """The event that stopped it."""
     where: str
-    """Part of it that raised; empty: unknown."""
+    """Part of the extension that raised; empty: unknown."""
     error: str
     """Class and message of what was raised; empty: unknown."""
     rules: Sequence[str]
-    """Its rules, which were not checked from there on."""
+    """Rules of the extension, which were not checked from that event on."""
 
     @property
     def text(self) -> str:
-        """All of this in words."""
+        """The stopped extension in words."""
         name = f"extension {self.extension}{'' if self.version is None else f' {self.version}'}"
         why = f", because {self.where} raised {self.error}" if self.where else ""
         rules = f", and {_rules(self.rules)} not checked" if self.rules else ""
@@ -136,7 +136,7 @@ class Findings:
     damage: tuple[Damage, ...]
     remarks: tuple[str, ...]
     of_workers: tuple[str, ...]
-    """Where a worker failed or stayed; not a fault of the log."""
+    """Hooks in which workers raised or did not return; not a fault of the log."""
     exit_code: ExitCode
     checked: Coverage
     """Events that the verdict covers."""
@@ -158,7 +158,7 @@ class Findings:
         *,
         is_present: bool,
     ) -> Findings:
-        """Return the findings of a log that was read to its end and judged; for a worker's log, with its calls.
+        """Return the findings of a log that was read to its end and judged. For a worker's log, pass its `calls`.
 
         `is_present`: whether the selected request lived in the selected part.
         """
@@ -188,7 +188,7 @@ class Findings:
             end_state = attrs.evolve(end_state, num_open_requests=None)
         verdict = _verdict(log, selection, judgement, exit_code, covered)
         of_workers = _of_workers(log, calls)
-        # In a worker's log, its failed call is a broken rule already.
+        # In a worker's log, a failed call is already reported as a broken rule.
         troubles = () if log.worker_rank is not None and judgement.num_violations else of_workers
         others = [
             *(Breach(each, "") for each in troubles),
@@ -244,7 +244,7 @@ def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_co
 
 
 def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
-    """Return what went wrong in workers: the one that wrote this log, or those with logs in the same directory."""
+    """Return what went wrong in the worker that wrote this log, or in a scheduler's workers with logs next to it."""
     if calls is None:
         return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(log).items())
     trouble = calls.trouble(is_over=log.ending.how is not HowEnded.OPEN)
@@ -307,7 +307,7 @@ def _remarks(
 
 
 def _retired(retired: Sequence[Retirement]) -> list[str]:
-    """Return which events were retired, when and why: one remark for consecutive segments with one reason."""
+    """Return remarks on which events were retired, when and why: one for consecutive segments with the same reason."""
     remarks = []
     for reason, run in itertools.groupby(retired, key=lambda each: each.reason):
         segments = list(run)
@@ -327,7 +327,7 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
 
 
 def _not_judged(log: StoredLog, judgement: Judgement, num_events: int, named: Collection[str]) -> Iterator[str]:
-    """Yield what could not be judged of extensions, without the rules that are `named` already."""
+    """Yield remarks on what could not be judged because of extensions. Rules in `named` already have a remark."""
     for extension in log.core.absent:
         yield _absence(extension, judgement, num_events)
     for rule, reason in judgement.not_judged.items():

@@ -1,6 +1,6 @@
 """Text from logs with every character visible, and remarks on stderr.
 
-Clients choose request ids, and errors, paths and headers contain anything: a terminal must not interpret them.
+Clients choose request ids, and errors, paths and headers may contain anything. A terminal must not interpret such text.
 """
 
 from __future__ import annotations

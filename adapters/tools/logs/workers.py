@@ -1,6 +1,6 @@
-"""The workers' logs next to a scheduler's: which belong to it, and in which hook a worker failed or stayed.
+"""The workers' logs next to a scheduler's log: which are of its workers, and in which hook a worker failed or hangs.
 
-A worker writes each call before it makes it. The last event therefore shows where a worker hangs or was killed.
+A worker records each call before making it. The last event therefore shows where a worker hangs or was killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WorkerCalls:
     called: Called | None = None
     """Call that has not returned."""
     failed: e.HookFailed | None = None
-    """First failure of the last step with one."""
+    """First failure in the last step that has a failure."""
     last: Called | None = None
     sequence: int = 0
     """The event that shows the most about the end."""
@@ -53,7 +53,7 @@ class WorkerCalls:
             self.called = None
 
     def trouble(self, *, is_over: bool) -> str:
-        """Return where it failed or where it is; empty if neither. `is_over`: whether the log has ended."""
+        """Return in which hook the worker failed or is; empty if neither. `is_over`: whether the log has ended."""
         called = self.called if self.failed is None else self.last
         if called is None:
             return ""
@@ -66,14 +66,14 @@ class WorkerCalls:
 
 
 def logs_of_workers(log: StoredLog) -> dict[int, Path]:
-    """Rank → log of a scheduler's worker, if it is in the same directory."""
+    """Return rank → log for the workers of this scheduler's log. Searches the same directory."""
     if not log.header.get("engine_id") or log.worker_rank is not None or not log.path.is_dir():
         return {}
     return workers_of(log.path)
 
 
 def troubles_of_workers(log: StoredLog) -> dict[int, str]:
-    """Rank → where its last hook failed or did not return, and in which log."""
+    """Return rank → where that worker's last hook failed or did not return, and in which log."""
     troubles = {}
     for rank, path in logs_of_workers(log).items():
         trouble = _trouble_in(path)

@@ -1,4 +1,4 @@
-"""The estimate: for each pool size, the tokens that it would have loaded."""
+"""The estimate: for each pool size, the tokens that a pool of this size would have loaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SMALL = 0.0005
 
 @attrs.frozen
 class PoolSize:
-    """A pool of this or another size."""
+    """A pool of the log's own or another size."""
 
     factor: float
     num_slots: int | None
-    """None: for several logs with pools of different sizes."""
+    """Slots of the pool; None: the pools of several logs have different sizes."""
     num_tokens_loaded: int
-    """Tokens, estimated."""
+    """Estimated tokens that this pool would have loaded."""
 
     @property
     def name(self) -> str:
@@ -35,13 +35,13 @@ class Estimate:
     """Ascending; empty if nothing is estimated."""
     num_tokens_asked: int = 0
     """Tokens of whole chunks that admitted requests needed and vLLM did not have: the loads of an infinite pool that
-    has held all chunks from the beginning."""
+    had all chunks from the beginning."""
     num_tokens_loaded: int = 0
     """Tokens that were really loaded."""
     one_of: int = 1
-    """One chunk of so many was followed; 1: all chunks."""
+    """One of this many chunks was followed; 1: all chunks were."""
     why_not: str = ""
-    """Reason why nothing is estimated; empty if something is, or for no log."""
+    """Reason why nothing is estimated; empty if there is an estimate, or no log."""
     note: str = ""
     """What the estimate leaves out; empty: nothing."""
 
@@ -67,7 +67,7 @@ class Estimate:
         return text if self.one_of == 1 else f"{text}; one of {self.one_of} chunks was sampled"
 
     def with_other(self, other: Estimate) -> Estimate:
-        """Return the estimate for both. If only one of them has an estimate, return that one, with a note."""
+        """Return the estimate for both. If only one of the two has pool sizes, return that one, with a note."""
         if not self.sizes and not self.why_not:
             return other
         if not self.sizes or not other.sizes:

@@ -1,8 +1,9 @@
-"""The order in which chunks were last used, which shows how large a pool must be to still hold a chunk.
+"""The order in which chunks were last used, which shows how large a pool must be to still have a chunk.
 
-One pass is enough for pools of every size, because an LRU pool holds all chunks that a smaller one holds (R. L. Mattson
-and others, "Evaluation techniques for storage hierarchies", 1970). To limit memory, only a sample of the chunks is
-kept, chosen by a hash of their keys (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST 2015).
+One pass is enough for pools of every size, because an LRU pool has all chunks that a smaller LRU pool has (R. L.
+Mattson and others, "Evaluation techniques for storage hierarchies", 1970). To limit memory, only a sample of the chunks
+is kept, chosen by a hash of their keys (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST
+2015).
 
 This module must not know events.
 """
@@ -18,7 +19,7 @@ from zlib import crc32
 MAX_KEYS = 65_536
 """Default limit of kept keys: about 12 MB."""
 _MAX_MASK = (1 << 24) - 1
-"""Largest mask. If even its sample is too large, the keys were made to have equal hashes."""
+"""Largest mask. If even the sample of this mask is too large, the keys were made to have equal hashes."""
 _MIN_TREE = 1024
 
 
@@ -26,18 +27,18 @@ class Run(NamedTuple):
     """Consecutive keys of a prefix that were last used together."""
 
     num_above: int
-    """Kept keys that were used later than all of these."""
+    """Number of kept keys that were used later than all keys of the run."""
     num_keys: int
 
 
 class LruStack:
     """Kept keys in the order of their last use.
 
-    Every use is of a whole prefix. Its keys become the youngest, and its first key the youngest of all, as in
+    Every use is of a whole prefix. The prefix's keys become the youngest, and its first key the youngest of all, as in
     kvledger's pool. Keys of a prefix that were last used together are neighbours, so each use has one number.
 
     Args:
-        capacity: chunks of the largest pool of interest. Chunks below that are forgotten.
+        capacity: number of chunks in the largest pool of interest. Chunks that it would have evicted are forgotten.
         max_keys: limit of kept keys.
     """
 
@@ -50,7 +51,7 @@ class LruStack:
         """Kept key → number of its last use."""
         self._num_uses = 0
         self._tree = [0] * _MIN_TREE
-        """Fenwick tree: number of a use → keys that were not used since."""
+        """Fenwick tree: number of a use → number of keys whose last use it was."""
 
     def __len__(self) -> int:
         return len(self._use_of)
@@ -60,7 +61,7 @@ class LruStack:
 
     @property
     def one_of(self) -> int:
-        """One key of so many is kept."""
+        """One of this many keys is kept."""
         return self.mask + 1
 
     def kept_places(self, keys: Sequence[bytes]) -> Sequence[int]:
@@ -71,7 +72,7 @@ class LruStack:
         return [place for place, hash_of_key in enumerate(map(crc32, keys)) if not hash_of_key & mask]
 
     def runs(self, keys: Iterable[bytes]) -> Iterator[Run]:
-        """Yield the runs of a prefix's keys, up to the first missing key."""
+        """Yield the runs of a prefix's keys, up to the first key that is not kept."""
         for number, run in groupby(map(self._use_of.get, keys)):
             if number is None:
                 return
@@ -81,7 +82,7 @@ class LruStack:
         """Make the kept and the new keys of a prefix the youngest.
 
         Args:
-            keys: of the prefix, in its order, those in the sample.
+            keys: the prefix's keys that are in the sample, in the order of the prefix.
             new: keys to add if they are among `keys`.
         """
         if self._num_uses + 1 == len(self._tree):
@@ -119,7 +120,7 @@ class LruStack:
     # --- room ------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Forget what no pool holds. If that is not enough, halve the sample as often as needed."""
+        """Forget keys that no pool still has. If that is not enough, halve the sample as often as needed."""
         self._renumber()
         while 4 * len(self._use_of) > 3 * self._max_keys:
             if self.mask >= _MAX_MASK:
@@ -130,7 +131,7 @@ class LruStack:
         self._renumber()
 
     def _renumber(self) -> None:
-        """Number the uses again, without those below the largest pool."""
+        """Number the uses again, without keys that even the largest pool would have evicted."""
         counts = Counter(self._use_of.values())
         num_above, first_kept = 0, 0
         for number in sorted(counts, reverse=True):

@@ -1,10 +1,11 @@
 """A visitor of the reader that estimates the tokens that pools of other sizes would have loaded.
 
-A prefix is used when its request is admitted, when a save of it is completed, and when the request is preempted or
-ends. Each use makes all chunks of the prefix the youngest, so no chunk is younger than the one before it. A pool of
-some size would therefore have held the first chunks of a prefix, up to the first that is too old for that size.
+A prefix is used when its request is admitted, when a save of the prefix completes, and when the request is preempted or
+ends. Each use makes all chunks of the prefix the youngest, so no chunk is younger than the chunk before it. A pool of
+some size would therefore have the first chunks of a prefix, up to the first chunk that is too old for that size.
 
-It does not model other effects of a different pool: the order of admissions, and the contents of vLLM's prefix cache.
+The estimate leaves out other effects of a different pool: the order of admissions, and the contents of vLLM's prefix
+cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Sample:
     """All keys of the prompt; the list only grows."""
     mask: int
     num_seen: int = 0
-    """Keys of the chain that were looked at."""
+    """Number of keys of the chain that were looked at."""
     chunks: list[int] = attrs.field(factory=list)
     keys: list[bytes] = attrs.field(factory=list)
 
@@ -58,11 +59,11 @@ def _why_not(configuration: LedgerConfiguration, core: Core, selection: Selectio
 
 
 class PoolSizes(Visitor[Model]):
-    """Counts what each size would have loaded for requests that were admitted from `first_sequence` on.
+    """Counts the tokens that each pool size would have loaded for requests admitted at or after `first_sequence`.
 
     Args:
-        model: of the reader.
-        first_sequence: earlier admissions and loads are followed and not counted.
+        model: the reader's model.
+        first_sequence: earlier admissions and loads are followed but not counted.
         max_keys: limit of kept keys.
     """
 
@@ -85,7 +86,7 @@ class PoolSizes(Visitor[Model]):
         self._num_sampled = 0
         """Needed tokens in sampled chunks, times `one_of`."""
         self._num_found = [0] * len(FACTORS)
-        """For each size, the part of these tokens that it would have held."""
+        """For each pool size, the sampled tokens that a pool of this size would have had."""
 
     def estimate(self) -> Estimate:
         """Return the estimate so far."""
@@ -128,7 +129,7 @@ class PoolSizes(Visitor[Model]):
     def _count(self, life: Life, sample: _Sample, answer: e.LookupAnswered, num_claimed: int) -> None:
         begin, end = answer.num_computed_tokens, self._end_of_load(life, answer)
         num_claimed = max(0, min(num_claimed, answer.num_external_tokens))
-        # A pool of any size returns a tail, and what is kept for a preempted request.
+        # A pool of any size returns a tail, and the chunks that are kept for a preempted request.
         is_kept = life.request_id in self._kept_for
         num_certain = num_claimed if is_kept else max(0, begin + num_claimed - max(begin, end))
         begin += num_certain if is_kept else 0
@@ -219,7 +220,7 @@ class PoolSizes(Visitor[Model]):
         return self._grown(sample)
 
     def _grown(self, sample: _Sample) -> _Sample:
-        """Return the sample with newly observed keys and without those that are no longer in it."""
+        """Return the sample with newly observed keys, and without keys that are no longer in the sample."""
         stack, chain = self._stack, sample.chain
         if sample.mask != stack.mask:
             kept = stack.kept_places(sample.keys)
@@ -235,7 +236,7 @@ class PoolSizes(Visitor[Model]):
 
 
 def _num_held(runs: Iterable[tuple[int, int]], capacity: int) -> int:
-    """Return how many keys of these runs, from the first on, a pool for `capacity` kept keys holds."""
+    """Return how many keys at the beginning of these runs a pool with room for `capacity` kept keys would have."""
     num_held = 0
     for num_above, num_keys in runs:
         num_fitting = min(num_keys, capacity - num_above)

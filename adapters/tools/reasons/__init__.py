@@ -1,7 +1,7 @@
 """Gives every missed and every recomputed token exactly one reason. The reasons add up to the totals of the log.
 
-A visitor of the reader counts them without using the totals, so that tests can compare both. It reads no clock and does
-no I/O. `docs/reasons.md` defines what is counted.
+A visitor of the reader counts the tokens without using the totals, so that tests can compare both counts. The visitor
+reads no clock and does no I/O. `docs/reasons.md` defines what is counted.
 """
 
 from kvledger.adapters.tools.reasons.accounts import Accounts

@@ -28,10 +28,10 @@ class Accounts(Visitor[Model]):
     """Keeps an account for each life of a request, and the history of each chunk.
 
     Args:
-        model: of the reader.
+        model: the reader's model.
         request_id: the only request whose accounts are kept; None for all requests.
-        on_end: called with each life when it ends; `histories` has the others.
-        keeps_histories: whether histories contain more than sums.
+        on_end: called with each life's history when the life ends; `histories` has the histories of the other lives.
+        keeps_histories: whether histories contain more than token counts.
     """
 
     needs = ("lives", "tables", "copies")
@@ -71,7 +71,7 @@ class Accounts(Visitor[Model]):
         return [(kind, visit) for part in self._parts for kind, visit in marked(part) if issubclass(kind, e.Event)]
 
     def sums(self) -> Sums:
-        """Return the sums so far, with undecided tokens in fates of their own."""
+        """Return the token counts so far. Undecided tokens have the fates `PENDING` and `UNDER_WAY`."""
         sums = self._admissions.undecided()
         sums.add(self.state.ended)
         for account in self.state.accounts.values():
@@ -84,7 +84,7 @@ class Accounts(Visitor[Model]):
         return [self._history(life, account) for life, account in self._memory.lives()]
 
     def lost(self, _first_sequence: int, _last_sequence: int) -> None:
-        """Forget the chunks and count open offers as lost: the missing events may have changed both."""
+        """Forget the chunks and count pending offers as lost: the missing events may have changed both."""
         self._memory.chunks.forget()
         self.state.recorded.forget()
         self.state.is_blind = True

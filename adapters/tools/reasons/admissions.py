@@ -29,7 +29,7 @@ class Admissions:
         self._explainer = explainer
 
     def undecided(self, of: tuple[Life, Account] | None = None) -> Sums:
-        """Return the sums of pending offers and unfinished loads, of one life or of all."""
+        """Return the token counts of pending offers and unfinished loads, for one life or for all lives."""
         state, sums = self._memory.state, Sums()
         for account in state.accounts.values() if of is None else (of[1],):
             if account.answer is not None:
@@ -46,14 +46,14 @@ class Admissions:
 
     @staticmethod
     def note_not_loaded(account: Account, admission: Admission, load: Load, evidence: tuple[int, ...]) -> None:
-        """Note that the load brought nothing, and, the first time, that its tokens have not been computed."""
+        """Record that the load brought no token and, the first time, that its tokens have not been computed."""
         first, end = load.first_token, load.first_token + load.num_tokens
         if not admission.not_loaded and admission is account.admission:
             account.never_computed = first, end
         admission.not_loaded = _claimed(admission, Span(first, end, Reason.LOAD_FAILED, evidence))
 
     def leave(self, account: Account, fate: OfferFate = OfferFate.WITHDRAWN) -> None:
-        """Note that the request no longer waits or computes."""
+        """Record that the request no longer waits or computes."""
         self._settle_answer(account, fate)
         self.give_up_undelivered(account)
         account.admission, account.is_computing = None, False
@@ -86,7 +86,7 @@ class Admissions:
         life = self._model.lives.of(event.ordinal)
         account = self._memory.account(life)
         if life is None or account is None:
-            if self._memory.is_kept(event.request_id):  # the totals count it, too
+            if self._memory.is_kept(event.request_id):  # the totals count this offer, too
                 self._memory.state.ended.num_offered += event.num_external_tokens
                 self._memory.state.ended.offered[OfferFate.LOST] += event.num_external_tokens
             return
@@ -110,7 +110,7 @@ class Admissions:
             account.answer = None
 
     def _note_lookup(self, life: Life, account: Account, event: e.LookupAnswered | e.LookupDeferred) -> None:
-        """Add a lookup to the history, with its reasons. A repeated one only increases a count."""
+        """Add a lookup to the history, with its reasons. A repeated lookup only increases a count."""
         before, account.last_lookup = account.last_lookup, event
         history, sequence = account.history, self._moment.sequence
         if history is None:
@@ -129,7 +129,7 @@ class Admissions:
     def _awaited(self, life: Life, event: e.LookupDeferred) -> SharedLoad | None:
         """Return the load for which a lookup is deferred; None if that load brings other tokens.
 
-        In a model with windows, a lookup waits for such a load too, because only one load runs at a time.
+        In a model with windows, a lookup also waits for a load of other tokens, because only one load runs at a time.
         """
         copy = self._model.copies.get(event.job_id)
         if copy is None or not copy.is_load:
@@ -216,9 +216,9 @@ class Admissions:
         return admission
 
     def _date(self, admission: Admission, life: Life, account: Account) -> None:
-        """Count tokens that were computed before a reset of vLLM's prefix cache that spared the connector.
+        """Count the admission's tokens that were computed before vLLM reset only its own prefix cache.
 
-        They are claimed, or in vLLM's prefix cache because another request loaded them.
+        These tokens are claimed, or in vLLM's prefix cache because another request loaded them.
         """
         size, chunks = self._chunk_size, self._memory.chunks
         if chunks.was_any_loaded_since_reset:
@@ -288,7 +288,7 @@ class Admissions:
             self._count_duplicated(life, account, copy, event)
 
     def _count_duplicated(self, life: Life, account: Account, copy: Copy, event: e.LoadIssued) -> None:
-        """Count the tokens that another load in flight loads too. If there are several, use the one with the most."""
+        """Count the tokens that another load in flight loads too. Of several loads, use the one that shares most."""
         copies = self._model.copies
         others = [other for job_id in sorted(copies.loads) if (other := copies.get(job_id)) and other is not copy]
         shared = (
@@ -345,7 +345,7 @@ class Admissions:
             self._prove(loaded, admission, evidence)
 
     def _settle(self, load: Load, fate: LoadFate) -> Account | None:
-        """Count the fate of a load. Return its account, or None if its life has ended and its history is complete."""
+        """Count the fate of a load. Return its life's account, or None if that life has ended."""
         account = self._memory.account(self._model.lives.of(load.ordinal))
         sums = self._memory.state.ended if account is None else account.sums
         sums.to_load[fate] += load.num_tokens
@@ -395,7 +395,7 @@ def _claimed(admission: Admission, span: Span) -> _Spans:
 
 
 def _admission_of(account: Account, load: Load) -> Admission | None:
-    """Return the admission that a load is for, if it is kept."""
+    """Return the admission for which a load was issued; None if that admission is not kept."""
     entries = [account.admission] if account.history is None else account.history.admissions
     return next((entry for entry in reversed(entries) if entry is not None and entry.sequence == load.admission), None)
 
@@ -404,7 +404,7 @@ _ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name 
 
 
 def is_same_answer(before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred) -> bool:
-    """Whether a lookup only repeats the one before it."""
+    """Whether a lookup's answer only repeats the answer before it."""
     if isinstance(event, e.LookupDeferred):
         return isinstance(before, e.LookupDeferred) and event.job_id == before.job_id
     return isinstance(before, e.LookupAnswered) and bool(_ANSWER(before) == _ANSWER(event))

@@ -1,6 +1,6 @@
 """What an operator can change so that requests wait less and fewer tokens are computed.
 
-For logs of kvledger's own connector only, because it names kvledger's settings.
+For logs of kvledger's own connector only, because the advice names kvledger's settings.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ _TEXTS: Final[Mapping[str, str]] = {
 }
 _SMALLER_CHUNKS = "a smaller `chunk_size` leaves fewer tokens after the last whole chunk"
 _BY_RESETS: Final = frozenset({Reason.RESET, Reason.STALE})
-"""Reasons of tokens preempted by a reset of vLLM's cache and not for lack of blocks."""
+"""Reasons of tokens that were preempted by a cache reset, and not because blocks were short."""
 _LEAST_SHARE: Final = 0.1
-"""Least share of the computed tokens, or of the time that was spent preempted, that gets advice."""
+"""Smallest share of the computed tokens for which a reason gets advice, and of the time for which preemptions do."""
 _LEAST_QUEUED: Final = 0.5
-"""Least share of the time spent in the queue that gets advice."""
+"""Smallest share of the time for which the queue gets advice."""
 _LEAST_WAIT_NS: Final = 100_000_000
-"""Nanoseconds a request that count as a queue. Less may be the load of the first step, which counts as queued, too."""
+"""Smallest time per request, in nanoseconds, for which the queue gets advice. A shorter one may be the load of the
+first step, which counts as queued, too."""
 
 
 def advice(
     sums: Sums, configuration: LedgerConfiguration, spent: Spent | None, num_requests: int = 1
 ) -> dict[str, str]:
-    """Return what to change: `QUEUED` and `PREEMPTED` by their time, then these and reasons by their tokens.
+    """Return reason → what to change: `QUEUED` and `PREEMPTED` by time, then `PREEMPTED` and other reasons by tokens.
 
     Args:
-        sums: of one life, or of several.
-        configuration: of their log.
-        spent: their time in all; None if it is not known.
+        sums: the token counts of one life, or of several lives.
+        configuration: the configuration of their log.
+        spent: the time that these lives took in total; None: unknown.
         num_requests: how many requests were queued for this time.
     """
     computed = sums.misses() + sums.computed_twice  # recomputed tokens were missed at the admission before

@@ -1,4 +1,4 @@
-"""From the events of all requests to the history of chunks and to that of a preempted request's tail."""
+"""From the events of all requests to the history of each chunk and the history of each preempted request's tail."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ChunkEvents:
     def _progressed(self, event: e.PrefillAdvanced | e.PrefillCompleted) -> None:
         account = self._memory.decided(event)
         if account is not None:
-            account.tail = None  # a step has used it
+            account.tail = None  # a step has used the tail
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset) -> None:

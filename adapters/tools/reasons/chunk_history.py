@@ -1,7 +1,7 @@
 """The latest fact about each chunk key (known, being saved, saved, evicted, …) and the facts before it.
 
-Memory is limited by the slots of the pool, and by `MAX_GONE` for chunks that are gone and for those of a recorded
-connector. It must not know lookups.
+Memory is limited by the slots of the pool, and by `MAX_GONE` for chunks that are gone and for chunks of a recorded
+connector. This module must not know lookups.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ import msgspec
 from kvledger.lifecycle.reader import Life
 
 MAX_GONE = 131_072
-"""Chunks to remember that are neither saved nor being saved. Up to an eighth more: removing many costs as much as
-one."""
+"""Number of chunks to remember that are neither saved nor being saved. Up to an eighth more are kept, because removing
+many costs as much as removing one."""
 
 
 class ChunkStatus(enum.StrEnum):
-    """What the latest event made of a chunk."""
+    """State of a chunk after its latest event."""
 
     KNOWN = "known"
-    """A request has its key; no save was issued."""
+    """A request has the chunk's key; no save was issued."""
     SAVING = "saving"
     DECLINED = "declined"
     SAVE_FAILED = "save_failed"
     SAVED = "saved"
     OFFERED = "offered"
-    """A recorded connector offered it. Its log does not record when the chunk became available."""
+    """A recorded connector offered the chunk. The log does not record when the chunk became available."""
     EVICTED = "evicted"
     TAINTED = "tainted"
     RESET = "reset"
 
 
 class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The latest event of a chunk."""
+    """The latest event about a chunk."""
 
     status: ChunkStatus
     sequence: int
     request_id: str = ""
-    """Request that had its key first, saved it or got the offer; for an eviction, the one whose save evicted it."""
+    """Request that had the key first, saved the chunk or got the offer; for an eviction, the new save's request."""
     ordinal: int = -1
     """Ordinal of the request's life, if it matters."""
     job_id: int = 0
     detail: str = ""
     """Error or reason, as recorded."""
     cause: int = 0
-    """The observation on which the event was decided; it has the time."""
+    """The observation on which the event was decided; the observation has the time."""
     earlier: ChunkFact | None = None
-    """The fact before it, if it is part of the history."""
+    """The fact before this one, if the earlier fact is part of the history."""
 
     def after(self, earlier: ChunkFact | None) -> ChunkFact:
-        """Return the same fact with another one before it."""
+        """Return the same fact with `earlier` before it."""
         return self if earlier is self.earlier else msgspec.structs.replace(self, earlier=earlier)
 
     def settled(self, status: ChunkStatus, sequence: int, cause: int, detail: str = "") -> ChunkFact:
-        """Return the fact that follows when this save is done or has failed."""
+        """Return the fact that follows when this save has completed or failed."""
         earlier = None if status is ChunkStatus.SAVED else self.earlier
         return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
 
@@ -68,22 +68,23 @@ _STORY = frozenset({ChunkStatus.SAVED, ChunkStatus.EVICTED, ChunkStatus.TAINTED,
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """Everything that is remembered."""
+    """State of a chunk history."""
 
     in_pool: dict[bytes, ChunkFact] = {}
     gone: dict[bytes, ChunkFact] = {}
-    """Key → fact, the most recently changed last."""
+    """Key → fact about a chunk that is not in the pool, the most recently changed last."""
     has_forgotten: bool = False
     """Whether facts were dropped for lack of room since events were last lost."""
     before_reset: dict[bytes, int] = {}
-    """Key of a chunk that was in the pool or being saved at vLLM's last reset of only its own prefix cache → that
+    """Key of a chunk that was in the pool or being saved when vLLM last reset only its own prefix cache → event of that
     reset."""
     loaded_since: dict[bytes, int] = {}
-    """Key of such a chunk that was loaded since, so that vLLM's prefix cache may have it → that reset."""
+    """Key of a chunk of `before_reset` that was loaded since, so that vLLM's prefix cache may have it → event of that
+    reset."""
 
 
 class ChunkHistory:
-    """Key → fact."""
+    """Key of a chunk → the latest fact about that chunk."""
 
     def __init__(self, state: State | None = None, max_gone: int = MAX_GONE) -> None:
         self._max_gone = max_gone
@@ -94,7 +95,7 @@ class ChunkHistory:
         return self._state.in_pool.get(key) or self._state.gone.get(key)
 
     def known(self, keys: Iterable[bytes], sequence: int, request_id: str, ordinal: int) -> None:
-        """Note the keys of a request. The first request with a key is remembered."""
+        """Record the keys of a request. For each key, the first request that has it is remembered."""
         for key in keys:
             if self.get(key) is None:
                 self._put(key, ChunkFact(ChunkStatus.KNOWN, sequence, request_id, ordinal))
@@ -114,14 +115,14 @@ class ChunkHistory:
                 self._put(key, ChunkFact(ChunkStatus.KNOWN, sequence, life.request_id, life.ordinal))
 
     def offered(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
-        """Note that a recorded connector offers these chunks."""
+        """Record that a recorded connector offers these chunks."""
         for key in keys:
             before = self.get(key)
             if before is None or before.status is not ChunkStatus.OFFERED:
                 self._put(key, fact)
 
     def forget_oldest(self) -> None:
-        """Limit the chunks in the pool like the gone ones: a recorded connector does not report evictions."""
+        """Limit the chunks in the pool like chunks that are gone: a recorded connector does not report evictions."""
         in_pool = self._state.in_pool
         if len(in_pool) > self._max_gone * 9 // 8:
             self._state.has_forgotten = True
@@ -131,7 +132,7 @@ class ChunkHistory:
                 self._state.loaded_since.pop(forgotten, None)
 
     def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
-        """Note `fact` for each chunk whose save begins."""
+        """Record `fact` for each chunk whose save begins."""
         for key in keys:
             before = self.get(key)
             if before is None or before.status not in AT_REST:  # a save may add pages of windows to a saved chunk
@@ -142,14 +143,14 @@ class ChunkHistory:
     def save_settled(
         self, keys: Iterable[bytes], job_id: int, status: ChunkStatus, sequence: int, cause: int, error: str
     ) -> None:
-        """Note that the save of these chunks is done, or failed with `error`."""
+        """Record that the save of these chunks completed, or failed with `error`."""
         for key in keys:
             before = self.get(key)
             if before is not None and before.status is ChunkStatus.SAVING and before.job_id == job_id:
                 self._put(key, before.settled(status, sequence, cause, error))
 
     def declined(self, keys: Iterable[bytes], num_chunks: int, fact: ChunkFact) -> None:
-        """Note that the first `num_chunks` of these chunks that are not in the pool were not saved."""
+        """Record that `num_chunks` of these chunks were not saved: the first ones that are not in the pool."""
         for key in keys:
             if num_chunks == 0:
                 break
@@ -159,20 +160,20 @@ class ChunkHistory:
                 self._put(key, fact.after(_request_history(before)))
 
     def left(self, key: bytes, fact: ChunkFact) -> None:
-        """Note an eviction or a taint."""
+        """Record an eviction or a taint."""
         before = self.get(key)
         is_saved = before is not None and before.status is ChunkStatus.SAVED
         self._put(key, fact.after(before if is_saved else None))
 
     def reset(self, sequence: int) -> None:
-        """Note that chunks in the pool and those being saved are stale."""
+        """Record that chunks in the pool and chunks being saved are stale."""
         self._state.loaded_since.clear()
         for key, before in tuple(self._state.in_pool.items()):
             earlier = before.after(None)
             self._put(key, ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=earlier))
 
     def spared(self, sequence: int) -> None:
-        """Note a reset of only vLLM's prefix cache, which chunks in the pool and those being saved survive."""
+        """Record a reset of only vLLM's prefix cache. Chunks in the pool and chunks being saved survive this reset."""
         self._state.before_reset = dict.fromkeys(self._state.in_pool, sequence)
         self._state.loaded_since.clear()
 
@@ -183,7 +184,7 @@ class ChunkHistory:
 
     @property
     def was_any_loaded_since_reset(self) -> bool:
-        """Whether such a chunk was loaded since vLLM's last reset."""
+        """Whether a chunk that survived vLLM's last reset was loaded since then."""
         return bool(self._state.loaded_since)
 
     def reset_after(self, key: bytes) -> int:
@@ -191,7 +192,7 @@ class ChunkHistory:
         return self._state.before_reset.get(key, 0)
 
     def loaded(self, keys: Iterable[bytes]) -> None:
-        """Note that chunks are loaded: other requests may find their blocks in vLLM's prefix cache."""
+        """Record that chunks are loaded: other requests may find these chunks' blocks in vLLM's prefix cache."""
         before_reset = self._state.before_reset
         self._state.loaded_since.update((key, before_reset[key]) for key in keys if key in before_reset)
 
@@ -201,7 +202,7 @@ class ChunkHistory:
 
     @property
     def has_forgotten(self) -> bool:
-        """Whether chunks that left before events were lost would be forgotten by now anyway."""
+        """Whether chunks that left the pool before events were lost would be forgotten by now anyway."""
         return self._state.has_forgotten
 
     def forget(self) -> None:
@@ -228,7 +229,7 @@ class ChunkHistory:
 
 
 def _request_history(before: ChunkFact | None) -> ChunkFact | None:
-    """Return what to keep of the past when a save is tried again: that the chunk had been saved, and how it left."""
+    """Return the facts to keep when a save is tried again: that the chunk had been saved, and how it left the pool."""
     if before is None or before.status in _STORY:
         return before
     return before.earlier

@@ -1,4 +1,4 @@
-"""From steps and rollbacks to the tokens that are computed again, with the reasons that their admission gave them."""
+"""From steps and rollbacks to the tokens that are computed again, with the reasons from their admission."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvledger.lifecycle.reader import Life
 
 
 class Computing:
-    """Called with what requests compute. Reads only the counts in steps: steady decoding computes nothing again."""
+    """Called with steps and rollbacks. Reads only requests that a step lists: the others compute nothing again."""
 
     def __init__(self, memory: Memory, admissions: Admissions) -> None:
         self._memory = memory
@@ -113,7 +113,7 @@ class Computing:
 
 
 def _explain_early_start(admission: Admission, sequence: int, first_token: int) -> None:
-    """Give reason `UNKNOWN` to retained and claimed tokens that the first step computes, if no span explains it."""
+    """Give reason `UNKNOWN` to retained and claimed tokens that the first step computes, if no span explains them."""
     covered = admission.num_retained + admission.num_claimed
     if first_token < covered and not any(span.first_token <= first_token < covered for span in admission.spans):
         admission.spans = replaced(admission.spans, Span(first_token, covered, Reason.UNKNOWN, (sequence,)))

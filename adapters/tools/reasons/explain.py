@@ -1,6 +1,6 @@
 """From one answered lookup to the reason of every token that it leaves to compute.
 
-A pure function of the answer, of the account of the request, and of the chunks' history at that moment.
+The reasons depend only on the answer, the request's account, and the chunks' history at that moment.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _OF_ALL: dict[str, Reason] = {
     MissReason.QUARANTINED: Reason.QUARANTINED,
     MissReason.LOAD_FAILED: Reason.LOAD_FAILED,
 }
-"""Reasons why a request computes everything, whatever is in the pool."""
+"""Miss reason of an answer → reason of all its tokens, because the request computes them whatever is in the pool."""
 
 
 @attrs.define
 class Explainer:
-    """Finds the reasons."""
+    """Finds the reasons of the tokens that a lookup leaves to compute."""
 
     configuration: LedgerConfiguration
     memory: Memory
 
     def explain(self, answer: e.LookupAnswered, sequence: int, life: Life, account: Account) -> tuple[Span, ...]:
-        """Return the reasons of all tokens from the end of the offer to the last known one."""
+        """Return the reasons of all tokens from the end of the offer to the last known token."""
         last = answer.num_tokens - 1
         offered_end = answer.num_computed_tokens + answer.num_external_tokens
         hit_end = min(answer.num_hit_tokens, last)
@@ -76,7 +76,7 @@ class Explainer:
     def _cut(
         self, answer: e.LookupAnswered, sequence: int, account: Account, first_token: int, end_token: int
     ) -> Iterator[Span]:
-        """Yield tokens inside the hit that were not offered."""
+        """Yield the tokens inside the hit that were not offered, with their reason."""
         if answer.miss_reason in _OF_ALL:
             evidence = account.quarantine if answer.miss_reason == MissReason.QUARANTINED else account.load_failed
             yield Span(first_token, end_token, _OF_ALL[answer.miss_reason], (*evidence, sequence))
@@ -124,7 +124,7 @@ class _AfterHit:
         end, end_of_whole = (at // size + 1) * size, num_tokens // size * size
         if 0 <= at // size < len(self.life.keys) or end >= end_of_whole:
             return (end, *bounds)
-        # Whole chunks without keys have one reason, and a log may count far more tokens than it has keys for.
+        # Whole chunks without keys share one reason. A log may count far more tokens than it has keys for.
         return (end_of_whole, *bounds, *(bound // size * size for bound in bounds))
 
     @property
@@ -166,7 +166,7 @@ class _AfterHit:
         if miss_reason == MissReason.SAVING:
             return self._being_saved(first_token, end_token, fact)
         span = self._from_fact(first_token, end_token, fact)
-        # Of the missing events, one may have been the save of the chunk.
+        # One of the missing events may have been the save of the chunk.
         may_be_lost = first_token >= self._mark or span.reason is Reason.UNSAVED
         is_in_pool = span.reason in {Reason.BEHIND_GAP, Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}
         contradicts = miss_reason == MissReason.MISSING and is_in_pool
@@ -192,7 +192,7 @@ class _AfterHit:
         return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
 
     def _miss_reason_of(self, first_token: int) -> str:
-        """Return why the chunk is missing by the answer; empty unless it is the first chunk after the hit."""
+        """Return why the chunk is missing, as the answer says; empty unless it is the first chunk after the hit."""
         size = self.explainer.configuration.chunk_size
         is_first = self.answer is not None and first_token // size == self.answer.num_hit_tokens // size
         return self.answer.miss_reason if self.answer is not None and is_first else ""
@@ -220,9 +220,9 @@ class _AfterHit:
             size = self.explainer.configuration.chunk_size
             if life.quarantined:
                 return Span(first_token, end_token, Reason.QUARANTINED, self.account.quarantine)
-            if life.reset_at > self.account.started_at:  # it got no other blocks since then
+            if life.reset_at > self.account.started_at:  # the request got no other blocks since
                 return Span(first_token, end_token, Reason.STALE, (life.reset_at, life.preempted_at))
-            if (first_token // size + 1) * size > self._mark:  # it was part-filled at the preemption
+            if (first_token // size + 1) * size > self._mark:  # the chunk was part-filled at the preemption
                 return self._not_copied(first_token, end_token)
             return Span(first_token, end_token, Reason.UNSAVED, (life.preempted_at,), fact)
         if fact is None or self._is_own(fact):
@@ -230,7 +230,7 @@ class _AfterHit:
         return Span(first_token, end_token, Reason.UNSAVED, tuple(_evidence_of(fact)), fact)
 
     def _is_own(self, fact: ChunkFact) -> bool:
-        """Whether this life brought the key. Before a decision names a partial life, its facts have no ordinal."""
+        """Whether this life had the key first. Facts of a partial life have no ordinal until a decision names it."""
         life = self.life
         is_unnamed = fact.ordinal == NEVER and life.is_partial
         return fact.request_id == life.request_id and (fact.ordinal == life.ordinal or is_unnamed)
@@ -279,7 +279,7 @@ class _AfterRecordedHit(_AfterHit):
         return Reason.RECORDED if self._state.lacks_saves else self._why_lost_here(fact)
 
     def _why_lost_here(self, fact: ChunkFact | None) -> Reason:
-        """Return the reason for a chunk that was only in vLLM's own cache, if that is on."""
+        """Return the reason for a chunk that only vLLM's own prefix cache had, if that cache is on."""
         if not self._state.has_prefix_cache:
             return Reason.NEVER_GIVEN
         known_at = self.life.preempted_at if fact is None or self._is_own(fact) else fact.sequence
@@ -292,7 +292,10 @@ class _AfterRecordedHit(_AfterHit):
         return first is not None and lives.num_computed_tokens(first) < (first_token // size + 1) * size
 
     def _is_whole_unit(self, first_token: int) -> bool:
-        """Whether the connector has all of this chunk's unit (what it matches at a time), judged by the last chunk."""
+        """Whether the connector has the chunk's whole unit, judged by the unit's last chunk.
+
+        A unit is what the connector matches at a time.
+        """
         keys, size = self.life.keys, self.explainer.configuration.chunk_size
         num_chunks = self._state.unit_tokens // size
         last = (first_token // size // num_chunks + 1) * num_chunks - 1 if num_chunks else 0
@@ -303,7 +306,7 @@ class _AfterRecordedHit(_AfterHit):
 
 
 def _after_gaps(spans: Iterable[Span]) -> Iterator[Span]:
-    """Replace the reason of chunks after the first missing one, because no lookup reaches them."""
+    """Replace the reason of chunks after the first missing chunk, because no lookup reaches them."""
     is_after_gap = False
     for span in spans:
         is_in_reach = span.reason in _IN_REACH

@@ -24,7 +24,7 @@ class Tail:
     end_token: int
     fact: ChunkFact
     before_reset: int = 0
-    """The last reset of only vLLM's own prefix cache since it was computed; 0 if there is none."""
+    """The last reset of only vLLM's own prefix cache since the chunk was computed; 0 if there is none."""
 
 
 @attrs.define
@@ -40,7 +40,7 @@ class Load:
     """A load in flight."""
 
     ordinal: int
-    """Ordinal of its life; `NEVER` once that has ended. The load then counts for the whole log."""
+    """Ordinal of its life; `NEVER` once that life has ended. The load then counts for the whole log."""
     admission: int
     """Sequence number of its admission; 0: not in the log."""
     first_token: int
@@ -57,33 +57,33 @@ class Account:
     tail: Tail | None = None
     answer: Answer | None = None
     last_lookup: e.LookupAnswered | e.LookupDeferred | None = None
-    """The last lookup since it last got blocks."""
+    """The last lookup since the request last got blocks."""
     admission: Admission | None = None
     allocated_without_answer: int = 0
     """Sequence number of an allocation without a lookup. The next step completes the admission."""
     is_computing: bool = False
-    """Whether a step has scheduled it since its admission."""
+    """Whether a step has scheduled the request since its admission."""
     started_at: int = 0
-    """Sequence number of the last admission that a step followed. A reset makes tokens computed since stale."""
+    """Sequence number of the last admission that a step followed. Tokens computed since are stale after a reset."""
     deferrals: tuple[int, ...] = ()
-    """First and last `lookup.deferred` in a row."""
+    """Sequence numbers of the first and the last `lookup.deferred` in a row."""
     num_deferred: int = 0
     undelivered: int = 0
     """Tokens that were claimed and for which no load has been issued."""
     undelivered_sequence: int = 0
     quarantine: tuple[int, ...] = ()
-    """`request.quarantined` and its cause; empty if there is none."""
+    """Sequence numbers of `request.quarantined` and its cause; empty if there is none."""
     withheld: int = 0
-    """The `decision.withheld` about the answer to its last lookup; 0 if there is none."""
+    """Sequence number of the `decision.withheld` about the answer to the last lookup; 0 if there is none."""
     hook_failed: int = 0
     broken_rule: int = 0
-    """The last `invariant.violated`."""
+    """Sequence number of the last `invariant.violated`."""
     load_failed: tuple[int, ...] = ()
-    """The last `load.failed` and its cause, until a step computes."""
+    """Sequence numbers of the last `load.failed` and its cause, until a step computes."""
     computed_end: int = 0
-    """Tokens computed since its admission, as far as steps record them."""
+    """End of the tokens computed since the admission, as far as steps record them."""
     taken_back_from: int = 0
-    """Tokens that it had computed when the scheduler took some back."""
+    """Number of tokens that the request had computed when the scheduler took some of them back."""
     never_computed: tuple[int, int] = (0, 0)
     """`(first, end)` of tokens that were claimed and neither loaded nor computed since."""
     taken_back: tuple[int, ...] = ()
@@ -91,7 +91,7 @@ class Account:
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """Plain values."""
+    """State of the reasons, as plain values."""
 
     accounts: dict[str, Account] = {}
     """Request id → account of its present life."""
@@ -108,9 +108,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Memory:
-    """The model and the state, with lookups in both. All parts of the reasons share one.
+    """The model and the state, with functions that search both. All parts of the reasons share one memory.
 
-    Keeps accounts of `only` one request, or of all if that is None.
+    Keeps only the accounts of the request `only`; None: of all requests.
     """
 
     def __init__(self, model: Model, only: str | None, *, keeps_histories: bool) -> None:
@@ -125,14 +125,14 @@ class Memory:
         self.chunks = ChunkHistory(state.chunks)
         for account in state.accounts.values():
             if account.history is not None and account.admission is not None:
-                account.history.admissions[-1] = account.admission  # again one object, which keeps changing
+                account.history.admissions[-1] = account.admission  # the same object again: it keeps changing
 
     def is_kept(self, request_id: str) -> bool:
         """Whether the accounts of this request are kept."""
         return self._only is None or request_id == self._only
 
     def account(self, life: Life | None) -> Account | None:
-        """Return the account of a life, new if need be; None without a life, or if its account is not kept."""
+        """Return the account of a life, if necessary a new one; None without a life, or if its account is not kept."""
         if life is None or not self.is_kept(life.request_id):
             return None
         account = self.state.accounts.get(life.request_id)

@@ -1,4 +1,4 @@
-"""Adds events to histories that are neither lookups nor steps, by their sequence numbers."""
+"""Adds to histories the sequence numbers of events other than lookups and steps, and of the step after a preemption."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_A_REQUEST = (
 
 
 class Moments:
-    """Adds to the histories that are kept. Must be called after the parts that count."""
+    """Adds to the histories that are kept. Must be called after the parts that count tokens."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -53,8 +53,8 @@ class Moments:
 
     @on(e.LookupAnswered, e.LookupDeferred)
     def _answered(self, event: e.LookupAnswered | e.LookupDeferred) -> None:
-        # If an extension answers, its event is the cause of the lookup. The lookup shows the answer, and merges
-        # repeats.
+        # If an extension answers, its event is the cause of the lookup event. The history's lookup shows the answer,
+        # and counts repetitions.
         account = self._memory.present(event.request_id)
         if account is not None and account.history is not None and account.history.moments[-1:] == [event.cause]:
             account.history.moments.pop()

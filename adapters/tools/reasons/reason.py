@@ -1,4 +1,4 @@
-"""The reasons: each token that an admission leaves to compute has exactly one. docs/reasons.md has their proofs."""
+"""Each token that an admission leaves to compute has exactly one reason. docs/reasons.md has the proofs of reasons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Reason(enum.StrEnum):
-    """Why a token was left to compute. `meaning`: the same in words, about several tokens."""
+    """Why a token was left to compute. `meaning`: the reason in words, about several tokens."""
 
     meaning: str
 

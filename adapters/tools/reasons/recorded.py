@@ -1,7 +1,7 @@
 """What a recorder's log shows of another connector's chunks: handed to its workers, saved, offered.
 
-Such a connector does not report evictions, and it divides tokens in its own way. The log therefore shows less than
-about kvledger's own chunks. If a copy cannot be assigned to tokens, the reasons are less precise.
+Such a connector does not report evictions, and it divides tokens in its own way. The log therefore shows less of such
+chunks than of kvledger's own. If a copy cannot be assigned to tokens, the reasons are less precise.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kvledger.lifecycle.ranges import MAX_INT64
 from kvledger.lifecycle.reader import Life, Model, marked, num_intact_tokens
 
 MAX_UNDER_WAY = 4096
-"""Jobs in flight to remember. A connector may never report the end of one; the oldest are forgotten, and their chunks
-stay `SAVING`."""
+"""Number of jobs in flight to remember. A connector may never report the end of a job. The oldest jobs are forgotten,
+and their chunks stay `SAVING`."""
 
 
 class Save(msgspec.Struct):
     """A save in flight."""
 
     sequence: int
-    """Sequence number of the event that handed it to the workers. Used as job id, because the connector's own is
-    text."""
+    """Sequence number of the event that handed the save to the workers. Used as job id, because the connector's own job
+    id is text."""
     request_id: str
     ordinal: int
     ends_with: str
@@ -36,7 +36,7 @@ class Save(msgspec.Struct):
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """Plain values."""
+    """State of `RecordedChunks`, as plain values."""
 
     is_recorder: bool = False
     """Whether a recorder wrote the log."""
@@ -71,8 +71,8 @@ class RecordedChunks:
         windows = model.configuration.windows
         self._num_groups = len(windows)
         self._group = next((group for group, window in enumerate(windows) if not window), 0)
-        """Number of the KV cache group whose copies count: the first without a window. The other groups copy the same
-        chunks."""
+        """Index of the KV cache group whose copies count: the first group without a window. The other groups copy the
+        same chunks."""
         self._chunk_size = model.configuration.chunk_size
         self._takes: dict[type[Any], Callable[[Any], None]] = dict(marked(self))
 

@@ -1,6 +1,6 @@
 """All that is known of one life of a request, as plain values that can be stored.
 
-It names events by their sequence numbers. To show a history, read these events from the log.
+A history names events by their sequence numbers. To show a history, read these events from the log.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvledger.adapters.tools.reasons.sums import Sums
 from kvledger.lifecycle.reader import Spent
 
 MAX_KEPT = 512
-"""Entries to keep of each kind: the first ones, and the last. `RequestHistory.num_left_out` counts the others."""
+"""Entries of each kind to keep: the first ones and the last one. `RequestHistory.num_left_out` counts the others."""
 
 _Entry = TypeVar("_Entry")
 
 
 @attrs.frozen
 class SharedLoad:
-    """Another request's load in flight of the same tokens."""
+    """A load in flight, by another request, of the same tokens."""
 
     job_id: int
     request_id: str
@@ -34,7 +34,7 @@ class SharedLoad:
 
 @attrs.define
 class Lookup:
-    """Equal lookups in a row, as one. `spans`: the tokens that the first of them left to compute, with reasons."""
+    """Equal lookups in a row, as one entry. `spans`: tokens that the first lookup left to compute, with reasons."""
 
     first_sequence: int
     last_sequence: int
@@ -42,14 +42,14 @@ class Lookup:
     spans: tuple[Span, ...]
     num_times: int = 1
     awaited: SharedLoad | None = None
-    """The load of the same tokens for which it was deferred."""
+    """The load of the same tokens for which the lookup was deferred."""
     num_held: int = 0
-    """Blocks that all requests held at the first of them; 0 if unknown."""
+    """Blocks that all requests held at the first lookup; 0 if unknown."""
 
 
 @attrs.define
 class Admission:
-    """A waiting request got blocks: which of its tokens are there, which will be loaded, which it must compute."""
+    """The tokens of a waiting request that got blocks: which are there, which will be loaded, which it must compute."""
 
     sequence: int
     """Sequence number of `blocks.allocated`, or of the step if the log has no allocation."""
@@ -61,9 +61,9 @@ class Admission:
     mark: int
     """Number of tokens that had been computed before a preemption."""
     spans: tuple[Span, ...] = ()
-    """Tokens left to compute. A failed load or a rollback adds its own."""
+    """Tokens left to compute. A failed load or a rollback adds its tokens."""
     missed: tuple[Span, ...] = ()
-    """The tokens left to compute when it got blocks."""
+    """The tokens left to compute when the request got blocks."""
     not_loaded: tuple[Span, ...] = ()
     """Claimed tokens that no load brought."""
     num_elsewhere: int = 0
@@ -73,13 +73,13 @@ class Admission:
     duplicated: SharedLoad | None = None
     """The load that was already loading most of the same tokens when the load of this admission was issued."""
     num_before_reset: int = 0
-    """Claimed tokens that were computed before vLLM reset its prefix cache and spared the connector."""
+    """Claimed tokens that were computed before vLLM reset its own prefix cache, but not the connector's."""
     num_retained_before_reset: int = 0
-    """Tokens in vLLM's prefix cache that another request loaded and that were computed before such a reset."""
+    """Tokens in vLLM's prefix cache that another request loaded, and that were computed before such a reset."""
     reset_sequence: int = 0
     """Sequence number of the last such reset; 0 if there is none."""
     num_held: int = 0
-    """Blocks that all requests held, including this one; 0 if unknown."""
+    """Blocks that all requests held, including the admitted one; 0 if unknown."""
 
 
 @attrs.frozen
@@ -99,23 +99,23 @@ class Preemption:
     sequence: int
     """Sequence number of `request.preempted`."""
     num_blocks: int
-    """Blocks that it had, of all groups of layers."""
+    """Blocks that the request had, of all groups of layers."""
     is_full: bool
-    """Whether its computed tokens filled all of its blocks, so that it needed another one itself. False if unknown:
-    events are missing, or a group has a window."""
+    """Whether the request's computed tokens filled all of its blocks, so that it needed another block itself. False if
+    unknown: events are missing, or a group has a window."""
     num_held: int = 0
-    """Blocks that all requests held, including those of this one; 0 if unknown."""
+    """Blocks that all requests held, including this request's; 0 if unknown."""
 
 
 @attrs.define
 class RequestHistory:
-    """One life. `moments` are the sequence numbers of what happened to it, in order."""
+    """The history of one life. `moments`: sequence numbers of the events that happened to the request, in order."""
 
     request_id: str
     ordinal: int
     sums: Sums
     spent: Spent | None = None
-    """Time until it finished, or until the end of the log. None: its beginning is not in the log."""
+    """Time until the request finished, or until the end of the log. None: the life's beginning is not in the log."""
     num_preemptions: int = 0
     has_finished: bool = False
     lookups: list[Lookup] = attrs.field(factory=list)
@@ -123,7 +123,7 @@ class RequestHistory:
     recomputations: list[Recomputation] = attrs.field(factory=list)
     moments: list[int] = attrs.field(factory=list)
     preemptions: list[Preemption] = attrs.field(factory=list)
-    """The first ones."""
+    """The first `MAX_KEPT` preemptions."""
     num_left_out: int = 0
 
     def keep(self, entries: list[_Entry], entry: _Entry) -> None:

@@ -1,6 +1,7 @@
 """Sums over a log: tokens needed at admissions, offered by lookups, to be loaded, and computed again.
 
-Each is counted twice, as a whole and by reason or fate. Tests compare the two, and both with the totals of the log.
+Each kind of tokens is counted twice, as a whole and by reason or fate. Tests compare both counts with each other and
+with the totals of the log.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class OfferFate(enum.StrEnum):
 
     CLAIMED = "claimed"
     NOT_CLAIMED = "not_claimed"
-    """vLLM allocated blocks for fewer tokens, or for none of the offered ones."""
+    """vLLM allocated blocks, but claimed only a part of the offered tokens, or none."""
     ASKED_AGAIN = "asked_again"
     """vLLM allocated no blocks, and a later lookup replaced the answer."""
     WITHDRAWN = "withdrawn"
@@ -39,7 +40,7 @@ class LoadFate(enum.StrEnum):
 
 @attrs.define
 class Sums:
-    """Tokens, counted since the log was opened. `Accounts.sums` adds what is undecided."""
+    """Tokens, counted since the log was opened. `Accounts.sums` adds the undecided ones."""
 
     num_admissions: int = 0
     num_needed: int = 0
@@ -52,16 +53,16 @@ class Sums:
     """Tokens that were there when the first step began: from another connector, or from a local prefix given as
     blocks."""
     missed: Counter[Reason] = attrs.field(factory=Counter)
-    """Reason → tokens left to compute at admissions. `misses` adds those that failed to load."""
+    """Reason → tokens left to compute at admissions. `misses` adds the tokens that failed to load."""
     num_offered: int = 0
     offered: Counter[OfferFate] = attrs.field(factory=Counter)
     num_to_load: int = 0
     """Tokens to be loaded, counted by jobs and undelivered admissions."""
     to_load: Counter[LoadFate] = attrs.field(factory=Counter)
     num_duplicated: int = 0
-    """Of these, tokens that another load in flight was loading as well."""
+    """Of the tokens to be loaded, those that another load in flight was loading as well."""
     duplicated: Counter[str] = attrs.field(factory=Counter)
-    """Key of a prefix's last such chunk, in hexadecimal → these tokens. At most `MAX_KEPT` keys per life."""
+    """Key of a prefix's last duplicated chunk, in hexadecimal → duplicated tokens. At most `MAX_KEPT` keys per life."""
     num_recomputed: int = 0
     """Tokens computed before a preemption and again after it."""
     recomputed: Counter[Reason] = attrs.field(factory=Counter)
@@ -69,7 +70,7 @@ class Sums:
     """Reason → tokens computed again without a preemption, because the scheduler took them back."""
 
     def misses(self) -> Counter[Reason]:
-        """Reason → all tokens that the cache did not bring to an admission."""
+        """Return reason → all tokens that the cache did not bring to an admission."""
         misses = Counter(self.missed)
         misses[Reason.LOAD_FAILED] += self.to_load[LoadFate.FAILED]
         misses[Reason.NOT_DELIVERED] += self.to_load[LoadFate.NOT_DELIVERED]
@@ -89,7 +90,7 @@ class Sums:
                 setattr(self, field.name, mine + theirs)
 
     def since(self, earlier: Sums) -> Sums:
-        """Return what was counted since then. Fates that were undecided then may count negative."""
+        """Return what was counted since `earlier`. Fates that were undecided at that time may count negative."""
         sums = Sums()
         for field in attrs.fields(Sums):
             mine, before = getattr(self, field.name), getattr(earlier, field.name)

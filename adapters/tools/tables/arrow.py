@@ -1,6 +1,6 @@
 """The rows of tables as Arrow data: in memory, or as Parquet files that are written while the log is read.
 
-pyarrow takes half a second to import, so each function imports it when called.
+Importing pyarrow takes half a second, so each function imports pyarrow when it is called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROWS_PER_GROUP: Final = 64 * 1024
 """Rows in a row group of a Parquet file."""
 _ROWS_PER_BATCH: Final = 8 * 1024
-"""Rows to keep as Python objects, which take about ten times the memory of Arrow data."""
+"""Number of rows to keep as Python objects, which take about ten times the memory of Arrow data."""
 
 
 def arrow_schema(table: Table) -> pa.Schema:
@@ -44,7 +44,7 @@ class Batches:
     """Collects rows and passes them on as record batches.
 
     Args:
-        table: of the rows.
+        table: the table of the rows.
         take: called with each batch.
     """
 

@@ -30,8 +30,8 @@ class Rows:
 
     Args:
         start: name of the engine start.
-        clock: of the log.
-        add: table → called with its rows. Other tables are left out.
+        clock: the log's clock.
+        add: table → function that is called with each of its rows. Other tables are left out.
     """
 
     def __init__(self, start: str, clock: Clock, add: Mapping[str, AddRow]) -> None:
@@ -54,7 +54,7 @@ class Rows:
 
 
 class TraceRows(Sink):
-    """Rows of what the trace shows."""
+    """Makes the rows of requests, copies, lookups and steps, which the trace shows."""
 
     needs_memory_gauges = False
     needs_recoveries = False
@@ -63,7 +63,7 @@ class TraceRows(Sink):
         self._rows = rows
 
     def ended(self, span: Span) -> None:
-        """Add the row of a request or a copy that is over or open at the end of the log."""
+        """Add the row of a request or a copy that has ended, or that is open at the end of the log."""
         if isinstance(span, LifeSpan):
             self._rows.add("requests", span, span.since_ns, span.sequence)
         elif isinstance(span, CopySpan):
@@ -105,9 +105,9 @@ class _Evictions(Visitor[Model]):
 
 
 class _Reasons(Accounts):
-    """Rows with the sums of each life that ends in the selected part or is open at the end.
+    """Makes rows with the tokens by reason, for each life that ends in the selected part or is open at the end.
 
-    The sums are those of the whole life, as far as the log was read.
+    The tokens are those of the whole life, as far as the log was read.
     """
 
     def __init__(self, model: Model, selection: Selection, rows: Rows) -> None:
@@ -171,7 +171,7 @@ def read_rows(
         log: the opened log.
         selection: the selected part.
         start: name of the engine start.
-        add: table → called with its rows.
+        add: table → function that is called with each of its rows.
         remark: called with sentences for the user.
 
     Raises:

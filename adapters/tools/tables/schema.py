@@ -34,7 +34,7 @@ class ColumnType(enum.StrEnum):
 
 @attrs.frozen
 class Column:
-    """One column. Empty text is null."""
+    """One column. An empty text becomes null."""
 
     name: str
     type: ColumnType
@@ -42,7 +42,7 @@ class Column:
     path: str
     """Attribute path of the value in the record; empty if `value` computes it."""
     value: Callable[[Any], object] | None = None
-    """Computes the value from the record."""
+    """Function that computes the value from the record; None: `path` leads to it."""
 
 
 @attrs.frozen
@@ -68,7 +68,7 @@ class Table:
 
     @property
     def all_columns(self) -> tuple[Column, ...]:
-        """`COMMON`, then its own columns."""
+        """`COMMON`, then the table's own columns."""
         return (*COMMON, *self.columns)
 
 
@@ -87,7 +87,7 @@ class EvictionRow:
 
 @attrs.frozen(kw_only=True)
 class ReasonRow:
-    """Tokens of one life that have one reason."""
+    """Tokens of one life that have the same reason."""
 
     sequence: int
     time_ns: int
@@ -118,7 +118,7 @@ _T = ColumnType
 
 
 def _column(name: str, type_: ColumnType, meaning: str, value: str | _Value = "") -> Column:
-    """Make a column. `value` is a function or an attribute path; default: the attribute of the column's name."""
+    """Make a column. `value` is a function or an attribute path; default: the attribute with the column's name."""
     return Column(name, type_, meaning, "", value) if callable(value) else Column(name, type_, meaning, value or name)
 
 
@@ -338,7 +338,7 @@ def table_named(name: str) -> Table:
     """Return the table with this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such table.
     """
     if name not in TABLES:
         raise ValueError(f"there is no table {name!r}; choose one of {', '.join(TABLES)}")

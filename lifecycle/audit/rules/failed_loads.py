@@ -151,8 +151,8 @@ class FailedLoadTaint(Checker):
       blocks.
 
     Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT); tails, which are dropped with the load; blocks
-    that other requests computed on top of an unfilled one, if they are given to a request or saved after the failure is
-    known; blocks that a failure before the audit's start left unfilled.
+    that other requests computed on top of an unfilled one, if these blocks are given to a request or saved after the
+    failure is known; blocks that a failure before the audit's start left unfilled.
     """
 
     rule = "FAILED_LOAD_TAINT"

@@ -161,7 +161,7 @@ class NewBlockExclusive(Checker):
         self._allocated: set[int] = set()
         """Ordinals of lives with an allocation since the last step."""
         self._suspects: list[tuple[int, int, int, int]] = []
-        """(sequence number of an allocation since then, ordinal, block, ordinal of a life that had the block)."""
+        """(sequence number of an allocation since that step, ordinal, new block, ordinal of a life that had it)."""
 
     def begin(self) -> None:
         """Assume that each life was given blocks since the last step."""

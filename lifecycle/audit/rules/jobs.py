@@ -140,7 +140,7 @@ class RankAgreement(Checker):
 
 
 class Liveness(Checker):
-    """LIVENESS: the workers are asked about a copy that stays unreported, and it fails if that does not help.
+    """LIVENESS: workers are asked about an overdue copy, and the copy fails if it stays unreported.
 
     Verifies: at each step, a job that was overdue at the step before, by `max_silent_steps` and `max_silent_ms`, was
     reported since, or the workers were asked about it, or, if they had been asked before, it was given up.

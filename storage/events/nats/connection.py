@@ -1,4 +1,4 @@
-"""A connection to the servers for the length of a `with` block. If it ends, so does the block, and its user reconnects.
+"""A connection to the servers for the length of a `with` block. If the connection ends, the block ends too.
 
 NATS errors that the block does not handle leave it as `StreamUnavailable` (try again) or `StreamRefused` (do not). The
 client library's own reconnecting is off: it would resend pending messages uncounted.
@@ -39,7 +39,7 @@ _PING_INTERVAL_S: Final = 10
 _MAX_GREETINGS: Final = 3
 _NOT_ENABLED: Final = (10039, 10076)
 _NO_PEERS: Final = 10005
-"""A cluster has fewer servers than replicas; a starting one soon has enough."""
+"""Error code: the cluster has fewer servers than replicas. A starting cluster soon has enough."""
 _CUT_OFF: Final = (BrokenPipeError, ConnectionResetError, UnexpectedEOF)
 
 
@@ -226,7 +226,7 @@ def _tls_context(address: StreamAddress, access: Access) -> ssl.SSLContext | Non
 def _insist_on_tls(connection: Connection, *, needed: bool) -> None:
     """Refuse to go on without TLS. The client library uses TLS only if the server asks for it.
 
-    Called before a secret is sent, so a server that pretends to have no TLS does not get one.
+    Called before a secret is sent, so a server that pretends to have no TLS does not get the secret.
     """
     writer = getattr(connection.client._transport, "_io_writer", None)  # noqa: SLF001 - no public way to ask
     if needed and (writer is None or writer.get_extra_info("ssl_object") is None):

@@ -59,7 +59,7 @@ _OFFSET_TEXT: Final = re.compile(r"[0-9]{1,20}")
 
 @attrs.frozen
 class Record:
-    """The bytes at `offset` of `segment`, in one message; `chain_hash` (16 bytes) is the hash after them.
+    """The bytes at `offset` of `segment`, in one message. `chain_hash` (16 bytes) is the chain hash up to their end.
 
     In a header block, `next_sequence` equals `first_sequence`.
     """

@@ -1,8 +1,8 @@
-"""Mirror the logs of a stream as files: fetch what is missing. The reader of the files judges them.
+"""Mirror the logs of a stream as files: fetch what is missing. The log reader judges the files.
 
 A mirror is a directory of log directories. Its segments are the stream's messages in order, so gaps, repetitions and
 foreign bytes appear unchanged. ``mirror.json`` next to the segments records how far the mirror got. Unless the stream
-confirms it, the mirror is discarded and fetched again.
+confirms this point, the mirror is discarded and fetched again.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def mirror(
     """Update the mirror of the addressed log, or of every log in the stream; return the log directories.
 
     `directory` (default: `default_mirror_directory`) gets a folder for each log, for its owner only. `newest` limits
-    this to the newest engine start. `on_progress(num_messages, num_messages_in_all)` is called now and then,
+    the mirror to the newest engine start. `on_progress(num_messages, num_messages_in_all)` is called now and then,
     `on_skipped(reason)` for an unreadable log among several. An interrupted run is continued.
 
     Raises:
@@ -197,7 +197,7 @@ class _Note(msgspec.Struct):
 
 @attrs.define
 class _LogMirror:
-    """Updates one log's directory: appends what is missing, even if it does not fit, and notes how far it got."""
+    """Updates one log's directory: appends missing bytes, even if they do not fit, and records how far it got."""
 
     connection: Connection
     configuration: StreamConfig
@@ -261,7 +261,7 @@ class _LogMirror:
                 path.unlink()
 
     async def _fetch(self, first_stream_sequence: int, num_messages: int) -> int:
-        """Append every message from there on; return how many there were."""
+        """Append every message from this stream sequence on; return their number."""
         connection, stream = self.connection, self.connection.address.stream
         wanted = ConsumerConfig(
             description="kvledger mirror",
@@ -295,7 +295,7 @@ class _LogMirror:
         return num_fetched
 
     def _write(self, messages: list[Msg]) -> int:
-        """Append the messages' bytes and note how far that is; return how many are still to come."""
+        """Append the messages' bytes and record how far the mirror got; return how many messages are still to come."""
         name, pending = max(self._segments, default=""), bytearray()
         for message in messages:
             self._consumer_sequence += 1

@@ -1,7 +1,7 @@
 """Publish the records of one log to the stream: many at once, each accepted only right after its predecessor.
 
 The first message of a batch names the stream sequence of its subject's last message. Each further one names the id of
-its predecessor, which must be the last message of the whole stream when it arrives. Ids are chain hashes, so a message
+its predecessor, which must then be the last message of the whole stream. Ids are chain hashes, so a message
 is accepted only right after the history that it continues: despite repeated batches, several shippers, or late packets
 of a dead connection. If another log's message comes in between, the rest of the batch is refused and sent again
 (docs/decisions/0012-a-frame-follows-its-predecessor.md).
@@ -58,8 +58,8 @@ class _Answer(msgspec.Struct):
 class BatchResult:
     """How far a batch got: the first `num_stored` records are in the stream, the last of them at `stream_sequence`.
 
-    The next one was not stored because of `problem`, because the server knew its id (`is_repetition`), or else because
-    the stream does not end where expected.
+    The next record was not stored because of `problem`, because the server knew its id (`is_repetition`), or else
+    because the stream does not end where expected.
     """
 
     num_stored: int
@@ -88,7 +88,7 @@ async def publish(
             is_complete.set()
 
     def on_denied(text: str) -> None:
-        # Each message of a batch gets one, so the last ones may arrive during the next batch.
+        # Each message of a batch gets a denial, so the last denials may arrive during the next batch.
         if f'"{subject.lower()}"' in text.lower():
             denials.append(text)
             is_complete.set()

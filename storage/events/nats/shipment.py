@@ -37,7 +37,7 @@ _RETRY_AFTER_S: Final = 10.0
 
 @attrs.define
 class LogProgress:
-    """The state of shipping one log. It outlives connections, but a new one does not rely on it.
+    """The state of shipping one log. This state outlives connections, but a new connection does not rely on it.
 
     This process shipped `num_frames` and `num_bytes`; `last` is the last record known to be in the stream. `problem` is
     why nothing more is shipped for now. `lost`: first → last sequence of events retired before they were shipped.

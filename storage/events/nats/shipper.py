@@ -1,6 +1,6 @@
 """Ship a log, or all logs of a directory, to a stream: connect, ship, and start over after each failure.
 
-It is a process of its own, never in the serving path, and needs nothing from the engine but its files.
+A shipper is a separate process, never in the serving path, and needs nothing from the engine but its files.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Shipper:
 
         Raises:
             StreamRefused: credentials, permissions, certificates or the stream are unsuitable.
-            StreamUnavailable: it gave up.
+            StreamUnavailable: the shipper gave up.
             LogError: there is no log to ship.
         """
         self._find_logs()

@@ -38,7 +38,7 @@ _MAX_SUBJECTS: Final = 100_000
 """Most subjects that STREAM.INFO lists at once (nats-server's JSMaxSubjectDetails)."""
 _LOG_ID_DIGITS: Final = 32
 _STORED_BYTES: Final = 256
-"""Bytes; more than a stored message takes besides, for what it expects, the subject and the server's record."""
+"""More bytes than a stored message takes besides its own: the expected position, the subject, the server's record."""
 _MAX_RESERVE_BYTES: Final = 16 << 20
 
 
@@ -70,7 +70,7 @@ def new_stream(
     """Return the configuration for creating a stream. 0 means no limit.
 
     When `max_bytes` is reached, the stream refuses messages and shippers wait; with `keeps_newest`, it drops its
-    oldest.
+    oldest messages.
     """
     return StreamConfig(
         description="kvledger: event logs, one subject a log, one message a frame",
@@ -89,7 +89,7 @@ async def ensure_stream(connection: Connection, new: StreamConfig | None) -> Str
     """Create the stream with the configuration `new` if it is missing; return its configuration.
 
     Raises:
-        StreamRefused: it is missing and `new` is None, or it would lose or mix up messages.
+        StreamRefused: the stream is missing and `new` is None, or it would lose or mix up messages.
     """
     name = connection.address.stream
     try:

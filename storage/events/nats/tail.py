@@ -1,7 +1,7 @@
 """Read the records of a log on disk from any place on, even while it is written. Never locks, never writes.
 
-It yields only whole records that follow from the one before: CRC, sequence and chain are checked. `LogReader` names the
-damage, as for ``verify``. Knows no network.
+The tail yields only whole records that follow from the one before: CRC, sequence and chain are checked. `LogReader`
+names the damage, as for ``verify``. Knows no network.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class LogTail:
     def trouble(self) -> Damage | None:
         """Return what prevents reading on; None if this is the log's end, or if the log has grown.
 
-        A ``torn_tail`` may be a frame that is being written, unless the file no longer changes. This reads the whole
-        last segment, unless the log plainly ends here.
+        A ``torn_tail`` may be a frame that is being written, unless the file no longer changes. This method reads the
+        whole last segment, unless the log plainly ends here.
 
         Raises:
             LogForked: the file no longer holds what was read.
@@ -108,7 +108,7 @@ class LogTail:
         segments = _segments(self.directory)
         for damage in reader.damage:
             is_before = self.last is not None and (damage.segment, damage.offset) < (self.last.segment, self.last.end)
-            # The oldest ones are gone: `read` continues after the gap and notes it in `lost`.
+            # The oldest segments are gone: `read` continues after the gap and records it in `lost`.
             is_retired = damage.kind == "missing_segment" and segments and damage.segment == segments[0].name
             if not is_before and not is_retired:
                 return damage
@@ -127,7 +127,7 @@ class LogTail:
             yield header
 
     def _frames(self, last: Record) -> Generator[Record, None, bool]:
-        """Yield the frames after `last` in its segment; return whether it ends there."""
+        """Yield the frames after `last` in its segment; return whether the segment ends there."""
         try:
             data = SegmentBytes(self.directory / last.segment)
         except FileNotFoundError:
@@ -146,7 +146,7 @@ class LogTail:
             if expected.name != self.last.segment and os.path.lexists(expected):
                 return expected
             if os.path.lexists(self.directory / self.last.segment):
-                return None  # Later ones come after a gap, which `trouble` reports.
+                return None  # Later segments come after a gap, which `trouble` reports.
         segments = _segments(self.directory)
         if not segments or (self.last is not None and segments[0].name <= self.last.segment):
             return None
