@@ -203,7 +203,7 @@ class LookupRequested(RequestEvent, frozen=True, tag=2):
 
 @observation("blocks.allocated")
 class BlocksAllocated(RequestEvent, frozen=True, tag=3):
-    """vLLM gave the request blocks (`update_state_after_alloc`). `block_ids` is the whole new table."""
+    """vLLM allocated blocks to the request (`update_state_after_alloc`). `block_ids` are all of its blocks now."""
 
     block_ids: tuple[BlockId, ...]
     num_external_tokens: NumTokens
@@ -222,8 +222,8 @@ class BlockTableObserved(RequestEvent, frozen=True, tag=4):
 class RequestPreempted(RequestEvent, frozen=True, tag=5):
     """vLLM preempted the request and freed its blocks.
 
-    `num_settled_tokens` had certainly been written. `num_tokens` counts prompt and output. `blocks_zeroed`: the blocks
-    are zeroed, or may be, before anything can be copied out of them.
+    The KV of the first `num_settled_tokens` tokens was certainly in the blocks by then. `num_tokens` counts prompt and
+    output. `blocks_zeroed`: vLLM may zero the blocks before they can be copied.
     """
 
     num_settled_tokens: NumTokens

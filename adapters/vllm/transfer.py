@@ -1,4 +1,4 @@
-"""The object of `--kv-transfer-config` as vLLM reads it; what vLLM refuses is refused in kvledger's words."""
+"""Reads the JSON object of `--kv-transfer-config` as vLLM does. kvledger's messages refuse what vLLM refuses."""
 
 from __future__ import annotations
 

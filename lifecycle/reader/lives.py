@@ -151,9 +151,10 @@ class Lives:
             life.num_own = life.num_old = NEVER
 
     def meetings(self) -> Visits:
-        """(event class, fold) for events of requests. Run first, to find the life and whether the event is legal.
+        """Pairs (event class, fold) for the events of requests.
 
-        These folds also move the life's state and blocks. Other folds do the rest.
+        These folds run before all others. They find the event's life, check that the event is legal, and update the
+        life's state and blocks.
         """
         events = [event_class for event_class in self._events if event_class is not e.RequestArrived]
         return [(e.RequestArrived, self._meet_arrival), *((event_class, self._meet) for event_class in events)]

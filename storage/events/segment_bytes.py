@@ -1,8 +1,9 @@
 """The frames of one segment file, raw or compressed, read through a window of 1 MiB or one block.
 
-Offsets and sizes count the bytes that the writer wrote. Only whole frames count, and none spans two blocks.
+Offsets and sizes are in uncompressed bytes. A frame that is cut off at the end is ignored. No frame spans two blocks.
 
-The file is not mapped: a writer that rolls back half a frame shortens it, which kills a process that has it mapped.
+The file is not mapped into memory. A writer that removes a half-written frame shortens the file, which would kill a
+process that has the file mapped.
 """
 
 from __future__ import annotations

@@ -365,9 +365,9 @@ _ALL: Final = (
         "steps-while-pending",
         _SCHEDULER,
         "has_pending_push_work",
-        "The hook returns True while the connector has work that needs steps and no request is left. Otherwise the "
-        "engine sleeps, and the work waits for the next request. The work ends at some point; otherwise the engine "
-        "steps forever.",
+        "If no request is left and the connector still has work that needs steps, the hook returns True. If it "
+        "returned False, the engine would sleep, and the work would wait for the next request. The work must end at "
+        "some point, or the engine steps forever.",
         ("base.py, has_pending_push_work", "scheduler.py, has_requests"),
         Seen.CONTENT,
         (Check.RESTS, Check.COMES_TO_REST),
@@ -444,8 +444,8 @@ _ALL: Final = (
         "failed-loads-are-reported",
         _WORKER,
         "get_block_ids_with_load_errors, get_transfer_results",
-        "A worker reports the blocks that a load did not fill, at the latest in the step in which it reports the "
-        'request. A request in `failed_recving` must "also appear in finished_recving".',
+        "If a load leaves blocks unfilled, the worker reports these blocks no later than the step in which it reports "
+        'the load as finished. A request in `failed_recving` must "also appear in finished_recving".',
         ("base.py, get_block_ids_with_load_errors", "base.py, KVConnectorTransferResults"),
         Seen.CONTENT,
         (

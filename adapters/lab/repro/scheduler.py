@@ -1,7 +1,7 @@
-"""Reconstructs what vLLM's scheduler must have known about its requests from what the connector observed.
+"""From what the connector observed, reconstructs what vLLM's scheduler must have known about its requests.
 
-Some counts are in no event: known tokens between two events, and tokens in flight. They are estimated, and raised
-whenever an event shows a higher count. The module depends on events only.
+No event states how many tokens a request has at a moment between two events, or how many of them are in flight. This
+module estimates both, and raises an estimate when an event shows more. It works on events only.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class NamedEvent:
 
 @attrs.frozen
 class Histories:
-    """Histories of all lives of one request id, with the events that they name."""
+    """The history of each life of one request id, and the events to which these histories refer."""
 
     of_incarnations: Sequence[RequestHistory]
     events: Mapping[int, NamedEvent]

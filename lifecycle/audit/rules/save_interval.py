@@ -1,4 +1,4 @@
-"""Saves: that decoding requests are saved in time."""
+"""Saves: that the tokens of a decoding request are saved in time."""
 
 from __future__ import annotations
 
