@@ -55,10 +55,12 @@ def test_the_json_object_of_the_readme_is_accepted(readme: str) -> None:
     assert settings.log_dir == Path("/var/log/kvledger")
 
 
-def test_the_json_object_of_the_quickstart_is_accepted(documents: dict[str, str]) -> None:
-    """It has the defaults."""
-    (command,) = [block for block in fenced(documents["docs/quickstart.md"], "bash") if "--kv-transfer-config" in block]
-    assert accepted(json.loads(command.split("'")[1])) == ConnectorSettings.from_extra_config({})
+def test_the_json_objects_of_the_quickstart_are_accepted(documents: dict[str, str]) -> None:
+    """The first has the defaults, the second a pool for the demo's model."""
+    blocks = [block for block in fenced(documents["docs/quickstart.md"], "bash") if "--kv-transfer-config" in block]
+    first, second = (accepted(json.loads(block.split("'")[1])) for block in blocks)
+    assert first == ConnectorSettings.from_extra_config({})
+    assert second == ConnectorSettings.from_extra_config({"host_bytes": "2MiB"})
 
 
 def test_the_json_objects_of_the_configuration_page_are_the_defaults(documents: dict[str, str]) -> None:

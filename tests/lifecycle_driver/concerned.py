@@ -185,6 +185,7 @@ def _own(story: RequestHistory) -> RequestHistory:
     return attrs.evolve(
         story,
         spent=None,
+        lookups=[attrs.evolve(each, num_held=0) for each in story.lookups],
         admissions=[attrs.evolve(each, num_held=0) for each in story.admissions],
         preemptions=[attrs.evolve(each, num_held=0) for each in story.preemptions],
     )

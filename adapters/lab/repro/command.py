@@ -110,10 +110,10 @@ def run(
 ) -> ExitCode:
     """Write a test and its log."""
     wanted.refuse_contradictions()
+    log, selection = selected_one(reading, output, deciding.core())
     log_path = wanted.log_path
     for path in (wanted.path, log_path):  # before minutes of work
         _refuse_target(path, overwrite=wanted.force)
-    log, selection = selected_one(reading, output, deciding.core())
     if log.worker_rank is not None:
         scheduler = start_of(log.path).scheduler
         remedy = (

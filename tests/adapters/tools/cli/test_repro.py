@@ -108,13 +108,16 @@ def test_nothing_is_replaced_without_a_word(run: Any, repro: Any, broken_log: Pa
     assert "is not a Python file" in run("repro", broken_log, "-o", log).err
 
 
-def test_a_folder_that_is_not_there_is_reported_before_any_work(run: Any, tmp_path: Path) -> None:
-    """Incident: minutes of reductions, and then "No such file or directory". Here not even the log is looked for."""
+def test_a_folder_that_is_not_there_is_reported_before_any_work(
+    run: Any, broken_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: minutes of reductions, and then "No such file or directory"."""
+    monkeypatch.delattr(command, "_made")
     path = tmp_path / "missing" / "test_incident.py"
-    result = run("repro", tmp_path / "no log", "-o", path)
+    result = run("repro", broken_log, "-o", path)
     assert result.exit_code == 64
     assert f"{path}: No such file or directory; name a file in a folder that can be written" in result.err
-    assert not list(tmp_path.iterdir())
+    assert not path.parent.exists()
 
 
 def test_messages_of_vllm_are_off_while_reductions_run(
