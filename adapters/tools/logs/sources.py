@@ -16,7 +16,7 @@ from pathlib import Path
 import attrs
 
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, unreadable_text
-from kvledger.adapters.tools.logs.streams import StreamUrl, mirrored_logs, shown_log
+from kvledger.adapters.tools.logs.streams import StreamUrl, mirrored_logs, shown_log, was_stream
 from kvledger.adapters.tools.logs.visible import remark
 from kvledger.storage.events import LogError, read_log
 from kvledger.storage.events.files import RefusedFile, directories_in, links_in
@@ -26,8 +26,6 @@ from kvledger.storage.events.segment_file import segment_paths
 
 _MAX_NAMED = 10
 _DATA_PARALLEL = re.compile(r"_dp\d+$")
-_STREAM = re.compile(r"(?:nats|tls):/")
-"""The beginning of a stream's URL that became a path. Commands that read streams parse their argument as a URL."""
 
 
 @attrs.frozen
@@ -100,10 +98,10 @@ def find_logs(
     if path.is_symlink() and not path.exists():
         error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         raise CommandFailed(unreadable_text(error), ExitCode.DAMAGED)
-    if not path.exists() and _STREAM.match(str(path)):
-        message = "this command reads files only; `kvledger ship --list nats://HOST/STREAM` lists the logs of a stream"
-        raise CommandFailed(f"{shown_log(path)}: {message}", ExitCode.USAGE)
     if not path.exists():
+        if was_stream(path):
+            message = "this command reads files only; `kvledger ship --list URL` lists the logs of a stream"
+            raise CommandFailed(f"{shown_log(path)}: {message}", ExitCode.USAGE)
         raise CommandFailed(f"{shown_log(path)} does not exist; give a log directory or a *.kvlog file", ExitCode.USAGE)
     path = _without_link(path)
     if not path.is_dir() or segment_paths(path) or _has_traces(path, on_remark):

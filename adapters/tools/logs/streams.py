@@ -47,6 +47,11 @@ def log_argument(text: str) -> Path | StreamUrl:
     return StreamUrl(text) if _URL.match(text) else Path(text)
 
 
+def was_stream(path: Path) -> bool:
+    """Whether a path was a stream's URL, of which `Path` drops a slash."""
+    return str(path).startswith(tuple(scheme[:-1] for scheme in _SCHEMES))
+
+
 def shown_log(log: Path | StreamUrl | str) -> str:
     """Return a LOG argument for messages. An argument that is not a file may be an address with credentials."""
     if isinstance(log, StreamUrl) or os.path.lexists(log):

@@ -135,6 +135,14 @@ def test_a_terminal_is_given_back_with_the_last_view_on_it(tmp_path: Path) -> No
     assert "1 running, 1 waiting, 1 preempted" in after
 
 
+@pytest.mark.parametrize("command", ["ls", "top"])
+def test_a_stream_is_refused_as_one(run: Any, command: str) -> None:
+    """Incident: "nats:/host does not exist"."""
+    refused = run(command, "nats://127.0.0.1:1/STREAM")
+    assert refused.exit_code == 64
+    assert "reads files only; `kvledger ship --list URL`" in refused.err
+
+
 def test_faults_are_shown_with_the_last_one(run: Any, tmp_path: Path) -> None:
     """In words, with its event."""
     driver = play_seed(1, 400, chunk_size=16, block_size=16)
