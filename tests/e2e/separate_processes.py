@@ -26,10 +26,11 @@ def main() -> None:
         {"host_bytes": "64MiB", **json.loads(sys.argv[5])},
     )
     replaced = extra_config.pop("replaced_connector", {})
+    engine_arguments = extra_config.pop("engine_arguments", {})
     ours = connector(Path(log_dir), chunk_size=workload.chunk_size, **extra_config) if log_dir != "-" else None
     ours = None if ours is None else {**ours, **replaced}
     more = {"tensor_parallel_size": num_ranks, "gpu_memory_utilization": 0.3} if num_ranks > 1 else {}
-    llm = start(model, workload, ours, **more)
+    llm = start(model, workload, ours, **more, **engine_arguments)
     outputs = generate(llm, workload.prompts(), workload.max_tokens)
     llm.llm_engine.engine_core.shutdown(timeout=PATIENCE_S)
     print(json.dumps(outputs))
