@@ -1,15 +1,16 @@
 """Events to bytes and back.
 
-The payload of a frame is one msgpack array of events. An event is an array of its wire code and its fields in order.
-The log's header lists the wire codes, so a log describes its own contents. Golden files in the tests fix the field
-order of released versions. `msgspec` checks types when it decodes.
+The payload of a frame is one msgpack array of events. An event is an array: its wire code, which is a number for its
+class, and then its fields in order. The log's header lists the classes by wire code, so a log describes its own
+contents. Files in the tests fix the field order of released versions. `msgspec` checks types when it decodes.
 
-Events that the header declares as today's code does are decoded directly. An event of an older version, or with another
-wire code, is decoded into a wire class and then converted.
+If the header declares an event as this code does, the event is decoded directly. An event of an older version, or with
+another wire code, is first decoded into a class with the fields of the header, and then converted.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union, cast, get_type_hints
@@ -37,20 +38,20 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 3
-"""Raise it when a log and a reader of different versions could misunderstand each other. Readers refuse other
-schemas."""
+"""Version of the format of logs. Increase it if a reader could misunderstand a log of another kvledger version. Readers
+refuse a log with another schema version."""
 
 
 class CodecError(ValueError):
-    """Bytes or a vocabulary that this version cannot turn into events."""
+    """This kvledger cannot decode the events, or the list of event classes in the log's header."""
 
 
 class SchemaTooNew(CodecError):
-    """A newer kvledger wrote the log; the message names the version that it needs."""
+    """A newer kvledger wrote the log. The message names that version, which can read the log."""
 
 
 def vocabulary_header(core: Core) -> dict[str, object]:
-    """Return what a log's header needs for a reader to decode the log and to know which code decided."""
+    """Return the part of a log's header that a reader needs to decode the log and to know which code decided."""
     return {
         "schema_version": SCHEMA_VERSION,
         "vocabulary": [
@@ -66,21 +67,27 @@ def vocabulary_header(core: Core) -> dict[str, object]:
 
 
 def log_header(core: Core, configuration: LedgerConfiguration) -> dict[str, object]:
-    """Return the smallest header of a log that `kvledger` can read. Create the store with it. All values are JSON."""
+    """Return the smallest header with which the `kvledger` command can read a log, as JSON values.
+
+    Create the store of the log with this header.
+    """
     return {**vocabulary_header(core), "configuration": attrs.asdict(configuration)}
 
 
-encode_events: Callable[[Sequence[Event]], bytes] = msgspec.msgpack.Encoder().encode
-"""Encodes the events of one commit into one payload, in order."""
+encode_events: Callable[[Sequence[Event]], bytes] = msgspec.msgpack.Encoder(enc_hook=operator.index).encode
+"""Encodes the events of one commit into one payload, in order.
+
+Integers of other types, such as `numpy.int64`, become `int`: vLLM counts with them if a connector answers with one.
+"""
 
 
 @attrs.frozen
 class DecodedFrame:
-    """The known events of one payload, and the positions of skipped ones."""
+    """The known events of one payload, and the positions of skipped events."""
 
     events: list[Event]
     skipped: tuple[int, ...] = ()
-    """Positions in the payload, from 0, ascending. Only a lenient decoder skips events."""
+    """Positions of skipped events in the payload, from 0, ascending. Only a lenient decoder skips events."""
 
     @property
     def num_events(self) -> int:
@@ -88,7 +95,11 @@ class DecodedFrame:
         return len(self.events) + len(self.skipped)
 
     def numbered(self, first_sequence: int) -> Iterator[tuple[int, Event]]:
-        """Yield each known event with its sequence number; skipped events leave gaps in the numbers."""
+        """Yield (sequence number, event) for each known event. Skipped events leave gaps in the numbers.
+
+        Args:
+            first_sequence: sequence number of the first event in the payload.
+        """
         if not self.skipped:
             return enumerate(self.events, first_sequence)
         skipped = set(self.skipped)
@@ -97,7 +108,7 @@ class DecodedFrame:
 
 
 class _Declared(msgspec.Struct):
-    """One entry of a header's vocabulary."""
+    """One event class, as the `vocabulary` in a log's header lists it."""
 
     id: str
     version: int
@@ -107,20 +118,21 @@ class _Declared(msgspec.Struct):
 _WITH_SLOTS = frozenset({LoadIssued, SaveIssued, TailSaveIssued})
 
 _Convert = Callable[[Any], Event | None]
-"""Converts an instance of a wire class to an event; returns None to skip it."""
+"""Converts an event that was decoded into a stand-in class; returns None if the event is skipped."""
 
 
 class EventDecoder:
     """Decodes payloads of a log with the given header.
 
-    With `lenient`, events and event versions that this kvledger does not know are skipped and counted instead of
-    refused. A fold may then lack what they would have changed, which the caller must judge.
+    With `lenient`, the decoder skips and counts events and event versions that this kvledger does not know, instead of
+    raising an error. The folded state then lacks the changes of these events. The caller must judge whether it is
+    still usable.
 
     Raises:
-        SchemaTooNew: the header names a schema, or (unless `lenient`) an event or a version of one, that this
-            kvledger does not know.
-        CodecError: the log has an earlier schema, or its header has no readable vocabulary, or it declares other
-            fields for an event than the event has.
+        SchemaTooNew: the header has a newer schema version. Without `lenient` also: the header has an event, or a
+            version of an event, that this kvledger does not know.
+        CodecError: the log has an earlier schema version, the list of event classes in its header cannot be read, or
+            the header lists fields for an event that differ from those of this code.
     """
 
     def __init__(self, core: Core, header: Mapping[str, Any], *, lenient: bool = False) -> None:
@@ -129,7 +141,7 @@ class EventDecoder:
         self._vocabulary = core.events
         self._upcasters = core.upcasters
         self._written_by = (
-            f"it was written by kvledger {header.get('kvledger_version', 'unknown')}: use that or a later one"
+            f"kvledger {header.get('kvledger_version', 'unknown')} wrote the log: use that version or a later one"
         )
         self._num_slots = _num_slots(header)
         self._converters: dict[type, _Convert] = {}
@@ -141,7 +153,7 @@ class EventDecoder:
             self._decode = msgpack_decoder(list[Union[tuple(wire_classes)]])  # type: ignore[misc] # noqa: UP007
 
     def decode(self, payload: bytes) -> list[Event]:
-        """Return the known events of one payload: all of them, unless the decoder is lenient.
+        """Return the events of one payload. A lenient decoder leaves out events that it does not know.
 
         Raises:
             CodecError: the payload does not match the header, or a number is outside its range.
@@ -149,7 +161,7 @@ class EventDecoder:
         return self.decode_frame(payload).events
 
     def decode_frame(self, payload: bytes) -> DecodedFrame:
-        """Return the same with the positions of skipped events, so that sequence numbers stay right.
+        """Return the events of one payload and the positions of skipped events, to number the events correctly.
 
         Raises:
             CodecError: the payload does not match the header, or a number is outside its range.
@@ -174,7 +186,7 @@ class EventDecoder:
         return DecodedFrame(events, tuple(skipped))
 
     def _check(self, payload: bytes, events: Iterable[Event]) -> None:
-        """Check slots against the pool size in the header. Rules check the numbers that the header does not limit."""
+        """Refuse a slot outside of the pool, whose size is in the header. Rules check numbers without such a limit."""
         for event in events:
             if type(event) in _WITH_SLOTS:
                 largest = max(cast("LoadIssued | SaveIssued | TailSaveIssued", event).slots, default=0)
@@ -193,24 +205,30 @@ class EventDecoder:
             schema_version: int = converted(header.get("schema_version"), int)
             if schema_version > SCHEMA_VERSION:
                 message = (
-                    f"the log has schema version {schema_version}, but this kvledger reads {SCHEMA_VERSION}; "
+                    f"the log has schema version {schema_version}, but this kvledger reads version {SCHEMA_VERSION}; "
                     f"{self._written_by}"
                 )
                 raise SchemaTooNew(message)
             if schema_version < SCHEMA_VERSION:
                 version = header.get("kvledger_version", "unknown")
                 message = (
-                    f"the log has schema version {schema_version}, written by kvledger {version}; read it with that "
-                    "version"
+                    f"the log has schema version {schema_version}, which this kvledger cannot read; kvledger {version} "
+                    "wrote the log: read it with that version"
                 )
                 raise CodecError(message)
             return converted(header.get("vocabulary"), list[_Declared])
         except Undecodable as error:
-            message = f"the log's header has no readable vocabulary ({error}); kvledger's connector did not write it"
+            message = (
+                f"the list of event classes (`vocabulary`) in the log's header cannot be read ({error}); kvledger's "
+                "connector did not write this header"
+            )
             raise CodecError(message) from error
 
     def _wire_class(self, code: int, declared: _Declared, *, lenient: bool) -> type:
-        """Return the class to decode an array with this code: the event's, or a stand-in that has a converter."""
+        """Return the class into which msgspec decodes arrays with this wire code.
+
+        This is the event's class, or a stand-in. For a stand-in, a converter to the event is stored.
+        """
         event_class = self._vocabulary.get(declared.id)
         if event_class is None or declared.version > event_class.version:
             if not lenient:
@@ -223,7 +241,7 @@ class EventDecoder:
         if tuple(declared.fields) not in _known_fields(event_class):
             message = (
                 f"the log's header lists for {declared.id} version {declared.version} the fields "
-                f"{', '.join(declared.fields)}, but it has {', '.join(field_names(event_class))}: "
+                f"{', '.join(declared.fields)}, but that version has {', '.join(field_names(event_class))}; "
                 "the header is damaged, or another program wrote the log"
             )
             raise CodecError(message)
@@ -254,7 +272,8 @@ class EventDecoder:
             if fields:
                 left = ", ".join(fields)
                 message = (
-                    f"{declared.id}: its upcasters leave {left}, which version {event_class.version} does not have"
+                    f"{declared.id}: the upcasters leave the fields {left}, which version {event_class.version} does "
+                    "not have; remove them in an upcaster"
                 )
                 raise CodecError(message)
             return event_class(**values)
@@ -263,7 +282,7 @@ class EventDecoder:
         return stand_in
 
     def _too_new(self, declared: _Declared, event_class: type[Event] | None) -> SchemaTooNew:
-        known = "no version" if event_class is None else f"version {event_class.version}"
+        known = "no such event" if event_class is None else f"version {event_class.version}"
         return SchemaTooNew(
             f"the log uses {declared.id} version {declared.version}, but this kvledger knows {known}; "
             f"{self._written_by}"
@@ -271,13 +290,16 @@ class EventDecoder:
 
 
 def _known_fields(event_class: type[Event]) -> list[tuple[str, ...]]:
-    """Return the field lists that today's and earlier writers declare. Later fields are last and have defaults."""
+    """Return the lists of fields that a header may have for this event: all fields, or some of the last ones left out.
+
+    A field that was added later comes last and has a default.
+    """
     names, num_defaults = field_names(event_class), len(event_class.__struct_defaults__)
     return [names[: len(names) - num_missing] for num_missing in range(num_defaults + 1)]
 
 
 def _stand_in(code: int, types: Sequence[Any]) -> type:
-    """Return a class with fields of these types, which msgspec decodes from an array with this code."""
+    """Return a class with fields of these types. Msgspec decodes arrays with this wire code into the class."""
     fields = [(f"field_{place}", kind) for place, kind in enumerate(types)]
     return msgspec.defstruct(
         f"WireCode{code}", fields, array_like=True, tag=code, forbid_unknown_fields=True, frozen=True, gc=False
@@ -289,7 +311,7 @@ def _no_events(_payload: bytes) -> list[Any]:
 
 
 def _num_slots(header: Mapping[str, Any]) -> int:
-    """Slots of the host pool; the maximum if the header does not name their number."""
+    """Return the number of slots in the host pool; the largest possible number if the header does not have it."""
     configuration = header.get("configuration")
     num_slots = configuration.get("num_slots") if isinstance(configuration, Mapping) else None
     return num_slots if isinstance(num_slots, int) else MAX_SLOTS

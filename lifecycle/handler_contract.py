@@ -7,6 +7,7 @@ This module checks neither whether a decision is good nor whether vLLM accepts i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Union
 
@@ -29,7 +30,7 @@ _NOT_OF_HANDLERS = (
 )
 """Decisions that follow from reports or from code that raised."""
 _OWN = "kvledger.lifecycle."
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=operator.index).encode
 _SAVES = (e.SaveIssued, e.TailSaveIssued)
 _OF_LOST_BLOCKS = (*_SAVES, e.SaveDeclined, e.ChunksEvicted, e.TransferAwaited)
 """Decisions that may name the previous generation: its blocks were just taken and are intact."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 from sim.connectors import NamedConnector, Recorded
 from sim.neighbour import Neighbour
@@ -61,3 +62,22 @@ def test_an_answer_of_any_size_is_in_the_log(answer: int, record: Record, monkey
     (first, *_) = said_in(recording, LookupReturned)
     assert first.num_external_tokens == max(-MAX_INT64, min(MAX_INT64, answer))
     assert "LAST_TOKEN" in broken_rules(recording)
+
+
+def test_an_integer_of_numpy_is_recorded_as_an_integer(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM adds such an answer to its own counts, so the counts of later steps are integers of numpy, too."""
+    answer_of = Neighbour.get_num_new_matched_tokens
+
+    def numpys(neighbour: Neighbour, request: Any, num_computed_tokens: int) -> tuple[Any, bool]:
+        num_tokens, is_async = answer_of(neighbour, request, num_computed_tokens)
+        return np.int64(num_tokens), is_async
+
+    monkeypatch.setattr(Neighbour, "get_num_new_matched_tokens", numpys)
+    engine, recording = record(setup=Recorded(inner=NEIGHBOUR), num_blocks=17)
+    for number in range(4):
+        engine.add(f"theirs{number}", range(100 * number, 100 * number + 59 + number), 60)
+    engine.run()
+    assert 48 in {answer.num_external_tokens for answer in said_in(recording, LookupReturned)}
+    steps = [event for _, event in events_of(recording) if isinstance(event, e.StepScheduled)]
+    assert 48 in {computed for step in steps for _, computed, *_ in step.advanced}
+    assert not broken_rules(recording)
