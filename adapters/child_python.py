@@ -1,8 +1,8 @@
-"""Python processes that kvledger starts, without the working directory as a place for modules.
+"""Lets kvledger start Python processes that import no modules from the working directory.
 
 With `-m` and `-c` Python puts the working directory first on `sys.path`, and `multiprocessing` starts its processes
-with `-c`. Others may write to a server's folder, and a reader's folder may come with a log. A module placed there must
-not run.
+with `-c`. But other users may be able to write to the folder in which a server runs, and somebody who reads a log may
+have got the folder together with the log. A module that lies in such a folder must not run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Final
 __all__ = ["child_environment", "without_working_directory"]
 
 SAFE_PATH: Final = "PYTHONSAFEPATH"
-"""The environment variable for `python -P` (Python 3.11, "Command line and environment")."""
+"""The environment variable that does the same as `python -P` (Python 3.11, "Command line and environment")."""
 _lock = threading.Lock()
 
 
 def child_environment(modules: Iterable[str]) -> dict[str, str]:
-    """Return the environment of a `python -P` that can import what this process can, less the working directory.
+    """Return an environment for a child with `python -P`, which can import all that this process can import.
 
-    The working directory keeps its place if PYTHONPATH names it. If this process imported kvledger or one of `modules`
-    from that directory, the directory goes last and hides no other module.
+    Modules in the working directory are left out, with two exceptions. If PYTHONPATH names the working directory, the
+    directory keeps its place. If this process imported kvledger or one of `modules` from the working directory, the
+    directory goes last and hides no other module.
 
     Args:
         modules: the full names of the imported modules that the child needs besides kvledger.
@@ -46,9 +47,10 @@ def child_environment(modules: Iterable[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def without_working_directory() -> Iterator[None]:
-    """Let `multiprocessing` start processes as with `python -P`; they get this process's `sys.path`.
+    """Let `multiprocessing` start processes as with `python -P` in a `with` block.
 
-    Only the environment can do this (`multiprocessing/spawn.py`, Python 3.11). One thread at a time.
+    The processes get this process's `sys.path`. The block sets an environment variable, because `multiprocessing` has
+    no parameter for this (`multiprocessing/spawn.py`, Python 3.11). Only one thread can be in such a block at a time.
     """
     with _lock:
         before = os.environ.get(SAFE_PATH)
@@ -63,7 +65,7 @@ def without_working_directory() -> Iterator[None]:
 
 
 def _folder(name: str) -> Path | None:
-    """Return the folder that the module was imported from; None if unknown, as for an editable install."""
+    """Return the folder from which the module was imported; None if not known, for example with an editable install."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if not file:
         return None

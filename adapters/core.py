@@ -1,4 +1,4 @@
-"""Builds a core from names, which a configuration and a command line can give."""
+"""Builds a core from the names of handlers and extensions, which a configuration or a command line gives."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvledger.lifecycle import (
 ENTRY_POINTS = "kvledger.extensions"
 """Entry point group in which a package names its extensions."""
 _RECORDER = "kvledger.adapters.recorded.extension:Recorder"
-"""For logs that a recorder has written; no connector loads it by itself."""
+"""The extension for logs that a recorder has written. No connector loads it automatically."""
 
 
 def composed_core(handlers: Iterable[str] = (), extensions: Iterable[str] = ()) -> Core:
-    """Return the standard core with these extensions, and with these handlers in place of those of the same states.
+    """Return the standard core with these extensions and handlers, named as "module:Class".
 
-    Handlers and extensions are named as "module:Class".
+    Each handler replaces the standard handler of the same state.
 
     Raises:
-        ConfigurationError: a name cannot be imported or is no handler or extension, or parts do not fit together.
+        ConfigurationError: a name cannot be imported or is no handler or extension, or the parts do not fit together.
     """
     replacing = [_made("handlers", name, StateHandler) for name in handlers]
     try:
@@ -45,12 +45,12 @@ def composed_core(handlers: Iterable[str] = (), extensions: Iterable[str] = ()) 
 
 
 def installed_extensions() -> Iterator[str]:
-    """Return the extensions that installed packages name, as "module:Class"."""
+    """Return the names of the extensions of installed packages, as "module:Class"."""
     return (found.value for found in entry_points(group=ENTRY_POINTS))
 
 
 def available_extensions() -> Iterator[Extension]:
-    """Yield kvledger's own extension and those installed ones that can be imported, for readers."""
+    """Yield kvledger's own extension, and the installed extensions that can be imported. Readers of logs use them."""
     for name in (_RECORDER, *installed_extensions()):
         try:
             yield _made("extensions", name, Extension)
@@ -59,7 +59,7 @@ def available_extensions() -> Iterator[Extension]:
 
 
 def _made(what: str, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 -- of the kind
-    """Return an instance of the named class. Only a class of this kind is called."""
+    """Return an instance of the named class, which must be derived from `kind`."""
     module_name, _, class_name = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

@@ -1,10 +1,12 @@
 """Counters over the events of a log, for metrics and reports. No decision uses them, so they are not in the core.
 
-The connector counts while it serves requests (`Totals`), the tools while they read a log (`tools/logs/totals.py`). Each
-finds the request, the answer and the copy of an event; what the event adds is defined here.
+The connector counts while it serves requests (`Totals`), and commands count while they read a log
+(`tools/logs/totals.py`). Both find the request, the answer and the copy that belong to an event. This module defines
+how the event changes the counters.
 
-Recomputed: computed before a preemption and again after it. Recovered: loaded from the host pool after a preemption.
-Retained: still in vLLM's own prefix cache after a preemption.
+Tokens of a preempted request are counted in three ways. Recomputed: computed before the preemption and again after it.
+Recovered: loaded from the host pool after the preemption. Retained: found in vLLM's own prefix cache after the
+preemption.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdina
 from kvledger.lifecycle.untrusted import Undecodable, msgpack_decoder
 
 FORMAT: Final = 3
-"""Version of the totals. Increase it with every change of what is counted: totals of another version are not used."""
+"""Version of stored totals, which are used only by code with the same version. Increase it if the counting changes."""
 
 
 @attrs.define
@@ -32,15 +34,15 @@ class Figures:
     num_requests: Count = 0
     num_preemptions: Count = 0
     num_lookups: Count = 0
-    """Answers, repeated ones included: vLLM looks a waiting request up in every step."""
+    """Answers to lookups. vLLM looks up a waiting request in every step, and each repeated answer counts."""
     num_tokens_offered: Int64 = 0
-    """Tokens that these answers offer; a repeated answer counts again."""
+    """Tokens that the answers offer. The tokens of a repeated answer count again."""
     num_admissions: Count = 0
-    """Requests that got blocks after an answer, counted at each admission."""
+    """Number of times that a request got blocks after an answer."""
     num_tokens_queried: Int64 = 0
-    """Tokens of admissions beyond vLLM's own prefix hit."""
+    """Tokens of the admitted requests that vLLM's own prefix cache does not have."""
     num_tokens_hit: Int64 = 0
-    """Queried tokens that are loaded instead of computed."""
+    """Those of the queried tokens that are loaded instead of computed."""
     num_tokens_loaded: Int64 = 0
     num_tokens_recovered: Int64 = 0
     num_tokens_retained: Int64 = 0
@@ -62,21 +64,21 @@ class Figures:
 
 
 def _sum(figure: int, more: int) -> int:
-    """Add to a figure, which must fit into the 64 bits of a snapshot whatever a log holds."""
+    """Return the sum, limited to what fits into the 64 bits of a snapshot. A log may hold numbers that do not fit."""
     return max(-MAX_INT64, min(figure + more, MAX_INT64))
 
 
 NOT_OFFERED: Final = "not_offered"
 """Tokens in the pool that were not offered: another load was in flight, or vLLM's own prefix ended within a block."""
 NOT_LOADED: Final = "not_loaded"
-"""Tokens that were offered and not claimed; of recomputed tokens, also those whose load failed."""
+"""Tokens that were offered and not claimed. Among recomputed tokens, also tokens whose load failed."""
 NO_LOOKUP: Final = "no_lookup"
 """Tokens that were computed again after an allocation without a lookup."""
 MISS_REASONS: Final = (*(reason.value for reason in e.MissReason), NOT_OFFERED, NOT_LOADED)
 RECOMPUTE_REASONS: Final = (*MISS_REASONS, NO_LOOKUP)
-"""Why tokens are computed, as far as the answer shows. `adapters/tools/reasons` finds more in a log."""
+"""Reasons why tokens are recomputed, as far as the answer shows. `adapters/tools/reasons` finds more in a log."""
 _ENDS_OF_HITS: Final = frozenset({e.MissReason.COMPLETE, e.MissReason.MISSING, e.MissReason.SAVING})
-"""Reasons why a hit ends, not why less than the hit was offered."""
+"""The miss reasons that say why a hit ends. The others say why fewer tokens than the hit were offered."""
 
 _MS: Final = 1_000_000
 DURATION_BOUNDS_NS: Final = tuple(
@@ -98,7 +100,11 @@ class Durations(msgspec.Struct, forbid_unknown_fields=True):
     sums_ns: _ByBucket[Int64] = []
 
     def __post_init__(self) -> None:
-        """Set here and not by a field's factory: an index compares the layout, which would show a factory's address."""
+        """Set empty fields to zeros.
+
+        The fields have no default factory: an index compares the layout of this class, which would contain the memory
+        address of a factory.
+        """
         num_buckets = len(DURATION_BOUNDS_NS) + 1
         self.counts = self.counts or [0] * num_buckets
         self.sums_ns = self.sums_ns or [0] * num_buckets
@@ -111,26 +117,27 @@ class Durations(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """The figures, and what will be added to them."""
+    """The figures, and the data of earlier events that is needed to count later events."""
 
     figures: Figures = msgspec.field(default_factory=Figures)
     loading: dict[JobId, NumTokens] = {}
     """Job id of a load in flight → its tokens."""
     returning: dict[LifeOrdinal, tuple[NumTokens, SumOfTokens]] = {}
-    """Ordinal of a preempted life that was looked up again → (tokens retained, tokens recovered), until it runs."""
+    """Ordinal of a life → (tokens retained, tokens recovered). Kept from a preempted life's lookup until it runs."""
     preempted_ns: dict[LifeOrdinal, TimeNs] = {}
     """Ordinal of a preempted life → time of its first preemption since it last ran."""
     load_times: Durations = msgspec.field(default_factory=Durations)
-    """Times of copies, as the slowest rank measured them."""
+    """Durations of loads, as the slowest rank measured them."""
     save_times: Durations = msgspec.field(default_factory=Durations)
     recovery_times: Durations = msgspec.field(default_factory=Durations)
-    """Times from a preemption until a step schedules the request again."""
+    """Durations from a preemption until a step schedules the request again."""
     num_events_of: dict[str, Count] = {}
-    """Extension → its part of `figures.num_extension_events`."""
+    """Extension → the number of its events in `figures.num_extension_events`."""
     num_tokens_missed_by: dict[str, Count] = {}
-    """Miss reason → tokens of admissions that are computed for this reason; in all, queried tokens less hits."""
+    """Miss reason → tokens of admitted requests that are computed for this reason. Their sum is the queried tokens
+    minus the hit tokens."""
     num_tokens_recomputed_by: dict[str, Count] = {}
-    """One of `RECOMPUTE_REASONS` → its part of `figures.num_tokens_recomputed`."""
+    """One of `RECOMPUTE_REASONS` → tokens in `figures.num_tokens_recomputed` that have this reason."""
 
 
 _decode = msgpack_decoder(tuple[int, State])
@@ -154,7 +161,7 @@ def decoded(stored: bytes) -> State | None:
 
 
 class Request(Protocol):
-    """What figures need of a request."""
+    """The attributes of a request that figures need."""
 
     ordinal: int
     generation: int
@@ -163,24 +170,24 @@ class Request(Protocol):
 
 
 class Copy(Protocol):
-    """What figures need of a copy."""
+    """The attributes of a copy that figures need."""
 
     keys: tuple[bytes, ...]
 
     @property
     def is_load(self) -> bool:
-        """Whether it is a load, and no save."""
+        """Whether the copy is a load; otherwise it is a save."""
 
 
 class About(msgspec.Struct, frozen=True, gc=False):
-    """What figures need of an event's context. Made for each event that the connector counts."""
+    """The request, the answer and the copy that belong to an event. Made for each event that the connector counts."""
 
     request: Request | None = None
-    """The request of an observation, as it was before the event, or the request that a decision names."""
+    """For an observation, its request as it was before the event. For a decision, the request that it names."""
     answer: e.LookupAnswered | None = None
-    """Of `BlocksAllocated`: the answer that the allocation claims."""
+    """For a `BlocksAllocated`, the answer that the allocation claims."""
     copy: Copy | None = None
-    """The copy that the event settles; for a report, the first of its copies in flight."""
+    """The copy that the event settles. For a report, the first of the reported copies that are in flight."""
 
 
 class Took(NamedTuple):
@@ -192,7 +199,7 @@ class Took(NamedTuple):
 
 
 Add = Callable[[State, Any, About], Took | None]
-"""Adds an event to the state."""
+"""Adds an event to the state; returns a duration if it added one."""
 
 
 def _one_more(figure: str) -> Add:
@@ -200,6 +207,10 @@ def _one_more(figure: str) -> Add:
         setattr(state.figures, figure, getattr(state.figures, figure) + 1)
 
     return add
+
+
+def _add(state: State, figure: str, more: int) -> None:
+    setattr(state.figures, figure, _sum(getattr(state.figures, figure), more))
 
 
 def _of_extension(state: State, event: e.ExtensionEvent, _about: About) -> None:
@@ -237,7 +248,7 @@ def _lookup_requested(state: State, event: e.LookupRequested, about: About) -> N
 
 def _answered(state: State, event: e.LookupAnswered, _about: About) -> None:
     state.figures.num_lookups += 1
-    state.figures.num_tokens_offered = _sum(state.figures.num_tokens_offered, event.num_external_tokens)
+    _add(state, "num_tokens_offered", event.num_external_tokens)
 
 
 def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
@@ -245,8 +256,8 @@ def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
     if answer is not None:  # without one: the second phase of an asynchronous load, or a session's next turn
         state.figures.num_admissions += 1
         num_hit = max(0, min(event.num_external_tokens, answer.num_external_tokens))
-        state.figures.num_tokens_queried += max(0, answer.num_tokens - answer.num_computed_tokens)
-        state.figures.num_tokens_hit += num_hit
+        _add(state, "num_tokens_queried", max(0, answer.num_tokens - answer.num_computed_tokens))
+        _add(state, "num_tokens_hit", num_hit)
         _add_reasons(state.num_tokens_missed_by, answer, answer.num_computed_tokens + num_hit, answer.num_tokens)
 
 
@@ -285,10 +296,10 @@ def add_row(
         return None
     ordinal, num_computed_tokens, num_scheduled_tokens, _ = row
     num_retained, num_recovered = state.returning.pop(ordinal, (0, 0))
-    state.figures.num_tokens_retained += num_retained
-    state.figures.num_tokens_recovered += num_recovered
+    _add(state, "num_tokens_retained", num_retained)
+    _add(state, "num_tokens_recovered", num_recovered)
     last = min(num_computed_tokens + num_scheduled_tokens, request.num_tokens_before_preemption)
-    state.figures.num_tokens_recomputed += max(0, last - num_computed_tokens)
+    _add(state, "num_tokens_recomputed", max(0, last - num_computed_tokens))
     _add_reasons(state.num_tokens_recomputed_by, claimed, num_computed_tokens, last)
     preempted_ns = state.preempted_ns.pop(ordinal, None)
     return None if preempted_ns is None else _took(state, "recovery_times", max(0, step.time_ns - preempted_ns))
@@ -313,7 +324,7 @@ def _load_issued(state: State, event: e.LoadIssued, about: About) -> None:
 
 
 def _load_completed(state: State, event: e.LoadCompleted, _about: About) -> None:
-    state.figures.num_tokens_loaded += state.loading.pop(event.job_id, 0)
+    _add(state, "num_tokens_loaded", state.loading.pop(event.job_id, 0))
 
 
 def _load_failed(state: State, event: e.LoadFailed, _about: About) -> None:
@@ -374,18 +385,22 @@ ADDS: Mapping[type[e.Event], Add] = {
     e.SaveDeclined: _declined,
     e.TransferReported: _reported,
 }
-"""Event class → what adds such an event. Steps are added row by row: `add_row`."""
+"""Event class → function that adds such an event. `add_row` adds a step, row by row."""
 
 
 # --- counted live -------------------------------------------------------------------------------
 
 
 class Totals:
-    """Counts each event right before `projections` fold it, with the request and the copy as they are before.
+    """Counts each event before `projections` fold it, with the request and the copy as they are before the event.
 
-    A refused observation is not counted, and events that change no figure cost no call. `state` has the totals so far;
-    the totals include every earlier event if `is_complete`. If counting raises, it stops and calls `on_failed` once.
-    Without `on_failed` the error is raised into the fold.
+    A refused observation is not counted, and an event that changes no figure costs no call.
+
+    Args:
+        projections: the projections whose events are counted.
+        state: the totals so far; None: all figures are 0.
+        is_complete: whether `state` includes every earlier event.
+        on_failed: called once if counting raises; counting then stops. None: the error is raised into the fold.
     """
 
     def __init__(
@@ -411,7 +426,7 @@ class Totals:
 
     @classmethod
     def continued(cls, projections: Projections, stored: bytes) -> Totals:
-        """Return totals that continue from `stored`; incomplete if `stored` is empty or this code cannot use it."""
+        """Return totals that continue from `stored`. They are incomplete if `stored` is empty or cannot be used."""
         state = decoded(stored)
         return cls(projections, state, is_complete=state is not None)
 

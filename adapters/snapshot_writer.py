@@ -1,7 +1,7 @@
 """Writes the snapshots that a log lacks, in a process that the engine starts for each new segment.
 
-`python -P -m kvledger.adapters.snapshot_writer DIRECTORY` reads the log as the tools do. The engine imports nothing of
-this module.
+`python -P -m kvledger.adapters.snapshot_writer DIRECTORY` reads the log in the same way as kvledger's commands. The
+engine imports nothing of this module.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from kvledger.lifecycle import ConfigurationError, described, raise_if_unstoppab
 
 
 def main() -> int:
-    """Write the snapshots. Returns 0, or 1 with the reason on stderr."""
+    """Write the snapshots. Return 0; on failure, print the reason on stderr and return 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="directory of the log")
     parser.add_argument(
-        "--handlers", action="append", default=[], help="module:Class of each handler that the engine uses"
+        "--handlers", action="append", default=[], help="module:Class of a handler that the engine uses; repeatable"
     )
     parser.add_argument(
-        "--extensions", action="append", default=[], help="module:Class of each extension that the engine uses"
+        "--extensions",
+        action="append",
+        default=[],
+        help="module:Class of an extension that the engine uses; repeatable",
     )
     arguments = parser.parse_args()
     try:

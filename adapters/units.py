@@ -1,6 +1,6 @@
-"""Formats sizes, durations and counts for people, and reads what people write.
+"""Formats sizes, durations and counts for people, and reads sizes and durations that people write.
 
-The live adapter, the recorder and every tool import this module, so it imports none of them.
+The connector, the recorder and every command import this module, so it imports none of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECAS
 
 
 def read_duration_ns(text: str) -> int | None:
-    """Return `90s`, `1h30m`, `30d` or `4w` in nanoseconds, None if it is no duration."""
+    """Return a duration such as `90s`, `1h30m`, `30d` or `4w` in nanoseconds; None if the text is no duration."""
     parts = _DURATION.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         return None
@@ -33,9 +33,9 @@ def read_duration_ns(text: str) -> int | None:
 
 
 def read_size(text: str) -> int | None:
-    """Return `1048576`, `500MiB`, `2.5GiB` or `2G` in bytes, None if it is no size.
+    """Return a size such as `1048576`, `500MiB`, `2.5GiB` or `2G` in bytes; None if the text is no size.
 
-    As in the connector's settings, only KiB is 1024 bytes.
+    1KiB is 1024 bytes, 1K and 1KB are 1000 bytes, as in the connector's settings.
     """
     found = _SIZE.fullmatch(text)
     if found is None:
@@ -51,7 +51,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def duration(nanoseconds: int) -> str:
-    """Return a duration in its natural unit."""
+    """Return a duration as text, in the unit that suits its length."""
     if nanoseconds < _NS_PER_MS:
         return f"{nanoseconds / _NS_PER_US:.1f} µs"
     if nanoseconds < _NS_PER_S:
@@ -67,7 +67,7 @@ def duration(nanoseconds: int) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Return a size in its natural binary unit."""
+    """Return a size as text, in the largest of GiB, MiB and KiB that it reaches, else in B."""
     for unit, num_bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if num_bytes >= 1 << num_bits:
             return f"{num_bytes / (1 << num_bits):.1f} {unit}"
@@ -75,14 +75,14 @@ def size(num_bytes: int) -> str:
 
 
 def written_size(num_bytes: int) -> str:
-    """Return a size as written in a configuration: exact, in the largest unit that makes it a whole number."""
+    """Return a size as text for a configuration: exact, in the largest unit that gives a whole number."""
     units = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))
     unit, num_bits = next((each for each in units if num_bytes and not num_bytes % (1 << each[1])), ("B", 0))
     return f"{num_bytes >> num_bits}{unit}"
 
 
 def milliseconds(time_ns: int) -> str:
-    """Return a moment in milliseconds since the log was opened."""
+    """Return a time since the opening of the log as text, in milliseconds."""
     return f"{time_ns / _NS_PER_MS:.3f}"
 
 
@@ -92,7 +92,7 @@ def event_range(first_sequence: int, last_sequence: int) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0–2, 5` for 0, 1, 2, 5."""
+    """Return ascending numbers as text, with runs shortened: `0–2, 5` for 0, 1, 2, 5."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

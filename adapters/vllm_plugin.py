@@ -1,7 +1,7 @@
 """Makes the names of kvledger's connectors known in each process of vLLM, so that no module path is needed.
 
-This module must not import the connectors, nor anything of the extra `connector`: vLLM loads the plugin with every
-model, whether or not a connector of kvledger is used. An entry point (`vllm.general_plugins`) names `register`.
+vLLM calls `register` through the entry point `vllm.general_plugins`. It does so with every model, even if no connector
+of kvledger is used. This module must therefore import neither the connectors nor a package of the extra `connector`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ CONNECTORS: Final = MappingProxyType(
         "KVLedgerRecorderHMA": "kvledger.adapters.recorder",
     }
 )
-"""Connector → its module, which `kv_connector_module_path` names if vLLM does not load this plugin."""
+"""Connector → its module. If vLLM does not load this plugin, `kv_connector_module_path` must name the module."""
 
 
 def register() -> None:
-    """Make the connectors known to vLLM by name; each is imported when it is named. Further calls do nothing.
+    """Register the connectors with vLLM. vLLM imports a connector when a configuration names it.
 
-    vLLM calls this outside of its `try` (`vllm/plugins/__init__.py`, load_general_plugins, 0.32), so it raises nothing.
-    The connectors call it too: `MultiConnector` finds the class that reads a child's figures by name alone, even if the
-    child was configured with a module path (`kv_connector/v1/multi_connector.py`, build_kv_connector_stats).
+    Further calls do nothing. vLLM calls this function outside of its `try` (`vllm/plugins/__init__.py`,
+    load_general_plugins, 0.32), so it raises nothing. The connectors call it too, for `MultiConnector`: this finds the
+    class that reads a child's figures by the child's name alone, even if the child was configured with a module path
+    (`kv_connector/v1/multi_connector.py`, build_kv_connector_stats).
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -16,9 +16,9 @@ from kvledger.lifecycle import events as e
 Why = tuple[str, ...] | str
 """Rules, or the reason why there is none."""
 
-_ENGINE = "only the engine knows it; nothing else in the log shows it"
-_PEOPLE = "for people; nothing depends on it"
-_PASSED_ON = "a breach that kvledger noticed while serving; RECORDED reports it"
+_ENGINE = "only the engine knows the value; nothing else in the log shows it"
+_PEOPLE = "for people who read the log; nothing else in the log depends on it"
+_PASSED_ON = "about a breach that kvledger noticed while serving; the rule RECORDED reports that breach"
 _KNOWN = ("LEGAL_TRANSITION",)
 _LIFE = ("GEN_ISOLATION",)
 _PROGRESS: Mapping[str, Why] = dict.fromkeys(("num_computed_tokens", "num_tokens"), ("TOKEN_CONSERVATION",))
@@ -28,19 +28,19 @@ _BY_NAME: Mapping[str, Why] = {
     "job_id": ("COMPLETION_ONCE",),
     "cause": ("LEGAL_TRANSITION",),
     "error": _PEOPLE,
-    "time_ns": "from a clock: only its order can be checked; LIVENESS measures silence with it",
+    "time_ns": "from a clock: only the order of times can be checked; LIVENESS measures the workers' silence",
     **dict.fromkeys(
         ("extension", "name", "extension_version", "payload"),
-        "only the extension understands it, and its own rules check it",
+        "only the code of the extension can check it, with rules of its own",
     ),
 }
 """Field → its rules or reason, in events that have no entry of their own for it."""
 _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
     "request.arrived": {
         "num_prompt_tokens": _ENGINE,
-        "trace_parent": "from the caller, for exports; nothing in the log depends on it",
-        "skips_prefix_cache": "from the client, for the reasons; vLLM then claims nothing of what is offered",
-        "is_salted": "from the client, for the reasons; the salt is part of the chunk keys, which rules compare",
+        "trace_parent": "from the request's caller, for exports; nothing in the log depends on it",
+        "skips_prefix_cache": "from the client, for the reasons of `why`; if set, vLLM claims no offered tokens",
+        "is_salted": "from the client, for the reasons of `why`; chunk keys, which rules compare, contain the salt",
     },
     "chunk.keys_observed": {
         "first_chunk": ("LONGEST_HIT",),
@@ -54,7 +54,7 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "block_ids": ("TABLE_EQ", "SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE", "LOAD_DST_EXCLUSIVE"),
         "num_external_tokens": ("ALLOC_MATCHES_LOOKUP", "EXTERNAL_ZERO_NO_LOAD", "TOKEN_CONSERVATION"),
     },
-    "blocks.observed": {"block_ids": "from the scheduler; TABLE_EQ reports that the event was necessary"},
+    "blocks.observed": {"block_ids": "the scheduler's own table; TABLE_EQ reports that the event was needed"},
     "request.preempted": {
         "num_settled_tokens": ("CHUNK_COMPLETE", "SETTLED_EXACT"),
         "num_tokens": ("RESUME_COVERS_OUTPUT",),
@@ -89,10 +89,10 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "job_ids": ("COMPLETION_ONCE",),
         "ranks_done": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
         "ranks_failed": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
-        "is_repeated": "excuses a second report; no rule checks that the rank was asked for one",
-        "num_bytes": "measured by the workers, for metrics",
-        "duration_ns": "measured by the workers, for metrics",
-        "withheld": "the connector's reason for reporting in place of the workers, which do not know it",
+        "is_repeated": "allows a rank's second report; no rule checks that the rank was asked to report again",
+        "num_bytes": "measured by the workers; nothing else in the log shows it",
+        "duration_ns": "measured by the workers; nothing else in the log shows it",
+        "withheld": "why the connector reports instead of the workers; only the connector knows it",
         "moments": ("COPY_IN_TIME",),
     },
     "step.reported": {
@@ -167,34 +167,34 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
     "window.left": dict.fromkeys(("num_settled_tokens", "num_in_flight_tokens"), ("SETTLED_EXACT",)),
     "effects.delivered": {
         **dict.fromkeys(("job_ids", "awaited", "block_ids", "failed", "sent", "received"), ("DELIVERED_ONCE",)),
-        "reported": "what vLLM got from the workers; only the engine knows it",
+        "reported": "the ends that the workers reported to vLLM; only the engine knows them",
     },
     "load.refused": {
-        "request_id": "from the connector, which will not load what vLLM claimed",
+        "request_id": "from the connector, which does not load the tokens that vLLM claimed",
         "block_ids": ("DELIVERED_ONCE",),
     },
     "decision.withheld": {
-        **dict.fromkeys(("request_id", "rule", "detail"), "from the connector, about a decision that it did not send"),
+        **dict.fromkeys(("request_id", "rule", "detail"), "about a decision that the connector did not carry out"),
     },
     "hooks.exchanged": {
         **dict.fromkeys(e.field_names(e.HooksExchanged), ("TOLD_AS_DECIDED",)),
-        "differences": "each one is a violation of TOLD_AS_DECIDED",
+        "differences": "each difference is itself a violation of TOLD_AS_DECIDED",
     },
-    "end.refused": dict.fromkeys(("request_id", "ordinal", "field"), "from the connector, about another one's report"),
+    "end.refused": dict.fromkeys(("request_id", "ordinal", "field"), "about an end that another connector reported"),
     "extension.decided": {
         "request_id": _KNOWN,
-        **dict.fromkeys(("ordinal", "generation"), "no projection of the core uses it"),
+        **dict.fromkeys(("ordinal", "generation"), "no projection of the core uses these fields"),
     },
     "pages.digested": {
-        **dict.fromkeys(("request_id", "ordinal", "generation"), "from the connector: the life that copies the pages"),
+        **dict.fromkeys(("request_id", "ordinal", "generation"), "from the connector: the life whose pages are copied"),
         **dict.fromkeys(
             ("rank", "is_load", "group", "first_block"),
-            "selects the bytes; with another value, other bytes are compared, or none",
+            "selects the bytes that are compared; a wrong value selects other bytes, or none",
         ),
         **dict.fromkeys(("digests", "stored"), ("BYTES_UNCHANGED",)),
     },
     "extension.stopped": {
-        **dict.fromkeys(("extension", "extension_version"), "the code that raised may have changed since"),
+        **dict.fromkeys(("extension", "extension_version"), "names the code that raised, which may have changed since"),
         **dict.fromkeys(("where", "error"), _PEOPLE),
     },
 }

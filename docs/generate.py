@@ -141,14 +141,15 @@ def places(pattern: str, wanted: Callable[[ast.AST], Iterable[str]]) -> dict[str
 
 
 REGIONS_INTRODUCTION = """
-Besides its phase, a request has one state in each of these regions, and a job has one in `work` and one in `source`.
-Only the phase and `blocks` decide whether an event is legal. The diagrams show the transitions.
+Besides the phase, a request has one state in each of the regions below, except for `work` and `source`. These two are
+the regions of a job. Of a request's states, only the phase and `blocks` decide whether an event is legal. The diagrams
+show the transitions.
 """
 
 
 TRANSCRIPTS_INTRODUCTION = """
-A transcript shows a situation event by event: the observation, the decisions about it, the states of the requests and
-the findings of the audit. A test plays each of them, so they are up to date.
+A transcript shows a situation event by event: each observation, the decisions about it, the states of the requests and
+the findings of the audit. A test plays each transcript, so all transcripts are up to date.
 """
 
 
@@ -159,7 +160,7 @@ def states_page() -> list[str]:
     for state in RequestState:
         lines += [f"**{state.value}**: {texts[state.name]}", ""]
     lines += ["```mermaid", mermaid_diagram(CORE.regions[0], CORE.events), "```", ""]
-    lines += ["## The table", "", "The next state for each event and state. `·`: the state stays; empty: illegal."]
+    lines += ["## The table", "", "A cell is the next state. `·`: the state stays. Empty: the event is illegal."]
     lines += ["`request.arrived` creates a request, so it has no row.", ""]
 
     def cell(state: RequestState, dests: Mapping[Any, Any]) -> str:
@@ -203,8 +204,8 @@ def made_events(node: ast.AST) -> Iterator[str]:
 
 RANGES_INTRODUCTION = """
 Readers check these ranges when they decode a frame. They report a frame with a number outside its range as damage, and
-use none of its events. The ranges include every number that vLLM, a worker or a faulty connector can produce; wrong
-numbers inside them are for the [rules](invariants.md).
+use none of the frame's events. The ranges include every number that vLLM, a worker or a faulty connector can produce.
+The [rules](invariants.md) judge the numbers within the ranges.
 """
 
 _WRITING = ("copies", "extensions")
@@ -297,19 +298,19 @@ def configuration_page() -> list[str]:
     annotations = inspect.get_annotations(LogSettings) | inspect.get_annotations(ConnectorSettings)
     names = list(ConnectorSettings.model_fields)
     lines = heading("Configuration", "adapters/vllm/configuration.py and log_settings.py")
-    lines += ["The configuration is one JSON object, the value of `--kv-transfer-config`. The smallest one:", ""]
+    lines += ["The configuration is one JSON object, the value of vLLM's `--kv-transfer-config`. The smallest one:", ""]
     lines += ["```json", json.dumps(CONNECTOR, indent=2), "```", ""]
     lines += prose(
         """
         vLLM finds the connector through kvledger's plugin. If you set `VLLM_PLUGINS` without `kvledger`, add
-        `"kv_connector_module_path": "kvledger.adapters.vllm"`. You can add it in any case.
+        `"kv_connector_module_path": "kvledger.adapters.vllm"`. You can add this key in any case.
 
-        `kv_load_failure_policy`, next to these, is vLLM's own key. With `recompute`, vLLM computes the tokens of a
-        failed load; with `fail`, vLLM's default, the request fails. [Operating](operating.md#start) describes how it
-        depends on async scheduling.
+        `kv_load_failure_policy` is another key of vLLM in this object. With `recompute`, vLLM computes the tokens of a
+        failed load. With `fail`, vLLM's default, the request fails. [Operating](operating.md#start) describes what
+        async scheduling changes.
 
-        kvledger's own keys go into `kv_connector_extra_config`. kvledger refuses an unknown key, a size that cannot
-        work and a handler that cannot be imported before the engine starts, with the figures and the remedy.
+        kvledger's own keys go into `kv_connector_extra_config`. Before the engine starts, kvledger refuses an unknown
+        key, a size that cannot work and a handler that cannot be imported, with the figures and the remedy.
         """
     )
     body = [[f"`{key}`", TYPES[annotations[key]], f"`{json.dumps(default_of(key))}`", texts[key]] for key in names]
@@ -323,8 +324,8 @@ def configuration_page() -> list[str]:
 
 LIVE_ONLY = {
     "HANDLER_RAISED": "a state handler does not raise.",
-    "HANDLER_CONTRACT": "a state handler makes only allowed decisions: about its own request, well typed, legal.",
-    "VLLM_CONTRACT": "kvledger sends to vLLM only what vLLM can take, whatever was decided.",
+    "HANDLER_CONTRACT": "a state handler makes only allowed decisions: legal, well typed, about the handler's request.",
+    "VLLM_CONTRACT": "only answers and jobs that vLLM can take leave kvledger, whatever was decided.",
 }
 """Rule without a checker → what it demands."""
 
@@ -350,9 +351,9 @@ def invariants_page() -> list[str]:
 
         ## Guarded while serving
 
-        kvledger records a breach as `invariant.violated` (a differing block table as `blocks.observed`, with the
-        scheduler's own table). If it cannot continue safely for a request, it quarantines the request, which then gets
-        nothing from the cache, saves nothing, and recomputes. kvledger raises nothing into vLLM.
+        kvledger records a breach of these rules as `invariant.violated`. It records a differing block table as
+        `blocks.observed`, with the scheduler's own table. If a request cannot continue safely, kvledger quarantines it.
+        The request then gets no hits and no saves, and computes its tokens. No exception of kvledger reaches vLLM.
         """
     )
     body = [[f"`{rule.value}`", demands[rule.value], ", ".join(guarded_in[rule.name])] for rule in rules.Rule]
@@ -369,7 +370,7 @@ def invariants_page() -> list[str]:
     lines += [
         "## Not checked",
         "",
-        "Rules that a log cannot decide today. A log may break them even if `kvledger verify` finds nothing.",
+        "A log does not show whether these rules hold. They may be broken even if `kvledger verify` finds nothing.",
         "",
     ]
     lines += rows(["rule", "why not"], [[f"`{rule}`", reason] for rule, reason in CORE.not_checked.items()])
@@ -378,20 +379,20 @@ def invariants_page() -> list[str]:
         ## Facts
 
         This table has each field of each event, with the rules that find a log in which only this field is wrong, or
-        the reason why no rule does. Rules that only rely on a field are not listed. In addition, `kvledger verify`
+        the reason why no rule finds it. Rules that only use a field are not listed. In addition, `kvledger verify`
         makes every decision again.
 
-        A field without a rule is trusted: a log in which only its value is wrong passes every rule. A listed rule finds
-        the wrong values that something else in the log contradicts, not all of them. Most wrong values of these fields
-        pass unless something depends on them:
+        A field without a rule is trusted: a log in which only this field is wrong passes every rule. A listed rule does
+        not find all wrong values, only those that something else in the log contradicts. Most wrong values of these
+        fields pass unless something else in the log depends on them:
 
-        - how many tokens are settled, rolled back to, left by a window, or kept for a session's next turn
-        - the counts of `request.preempted` and `request.finished`
-        - the blocks that a step appends, or an allocation gives, to a request that saves and loads nothing
+        - numbers of tokens that are settled, also in `window.left`, or that a rollback or a session's next turn keeps
+        - the token counts of `request.preempted` and `request.finished`
+        - the blocks that a step or an allocation gives to a request that saves and loads nothing
         - keys that no request looks up
 
-        Only making the decision again finds a wrong choice of declined chunks or of free slots for a save, and a save
-        that could be asynchronous and is not.
+        Only making the decision again finds a wrong choice of declined chunks, a wrong choice of free slots for a save,
+        and a synchronous save that could be asynchronous.
         """
     )
     facts = [[f"`{event_id}`", *fact] for event_id, fields in FACTS.items() for fact in by_reason(fields)]
@@ -416,16 +417,16 @@ def mutants_page() -> list[str]:
     lines = heading("Mutants", "tests/mutants/measured.json, which `make mutants ARGS=--write` measures,")
     lines += prose(
         """
-        A mutant is the connector with one bug that a KV connector has had. vLLM's real scheduler drives it with a
-        simulated worker (`adapters/lab/simulation/`). A random walk of the core drives it instead if only the walk
-        reaches the bug, or reaches it sooner: with several ranks, next turns of a session, or allocations that claim
-        less than was answered. Then the audit of `kvledger verify` reads the log. The bug is still switched on, because
-        in production one version writes and verifies.
+        A mutant is kvledger's connector with one known bug. vLLM's real scheduler drives most mutants, with a simulated
+        worker (`adapters/lab/simulation/`). A random walk of the core drives a mutant if only the walk reaches the bug,
+        or reaches it sooner. The walk has several ranks, next turns of a session, and allocations that claim less than
+        was offered. Then the audit of `kvledger verify` reads the log. The bug is switched on in the audit, too,
+        because in production the same version writes and verifies a log.
 
-        The first event that breaks any rule breaks the rule in the first column and no other. *Events* is the number of
-        events from the first one at which the bug made a difference, in the log or only in the connector's state, to
-        the violation, both included. *Found* is the number of seeds in which the rule was broken, of those in which the
-        bug made a difference; the other logs ended before any rule was broken.
+        The first event that breaks a rule breaks the rule in the first column and no other. *Events* counts the events
+        from the first one at which the bug made a difference, in the log or only in the connector's state, to the
+        violation, both included. *Found* counts the seeds in which the rule was broken, out of the seeds in which the
+        bug made a difference. The logs of the remaining seeds ended before any rule was broken.
 
             make mutants SEEDS=100                        every mutant, on 100 seeds each
             make mutants RULE=HIT_PINNED SEED=3           one log, with marks where the bug acted and where it was found
@@ -437,7 +438,7 @@ def mutants_page() -> list[str]:
     )
     order = list(CORE.rules)
     lines += rows(
-        ["rule", "bug", "incidents", "driven by", "events, median", "most", "found", "seeds"],
+        ["rule", "bug", "incidents", "driven by", "events, median", "events, most", "found", "seeds"],
         [
             [
                 f"`{entry['rule']}`",
@@ -456,9 +457,9 @@ def mutants_page() -> list[str]:
         """
         ## Bugs of recorded connectors
 
-        The rules for [a recorder's log](recording.md), each with what a connector must do and the incidents in which
-        one did not. [`tests/adapters/recorder`](../tests/adapters/recorder) has such bugs in vLLM's own connectors:
-        their own, and ones that a test adds.
+        The rules for [a recorder's log](recording.md), each with what a connector must do and the incidents in which a
+        connector did not. [`tests/adapters/recorder`](../tests/adapters/recorder) has bugs that vLLM's own connectors
+        have, and bugs that a test adds to these connectors.
         """
     )
     lines += rows(
@@ -474,8 +475,8 @@ def mutants_page() -> list[str]:
         """
         ## Without a bug
 
-        Seeds of the unchanged connector, with the faults that they switch on: failing copies, lost, late and repeated
-        reports, aborts, resets, full disks, restarts.
+        Logs of the unchanged connector. Each seed chooses faults around the connector: failing copies, lost, late and
+        repeated reports, aborts, resets, full disks, restarts.
         """
     )
     figures = ("num_seeds", "num_logs", "num_events", "num_rules", "num_alarms")
@@ -490,13 +491,13 @@ def mutants_page() -> list[str]:
 
 
 CONTRACT_INTRODUCTION = """
-This page lists the obligations of a connector, on which vLLM relies, with the rules and checks that test them. Rules
-judge a log, including one from production ([recording](recording.md), [invariants](invariants.md)). Checks are part of
-`kvledger conformance`, which [runs](conformance.md) a connector on vLLM's scheduler. Paths are of vLLM 0.32: `base.py`
-is `distributed/kv_transfer/kv_connector/v1/base.py`, `scheduler.py` is `v1/core/sched/scheduler.py`. Text in quotation
-marks is quoted from these files. Each linked issue is a public one in which a connector broke the obligation.
+vLLM relies on these obligations of a connector. For each obligation, this page names the rules and checks that test it.
+Rules judge a log, including one from production ([recording](recording.md), [invariants](invariants.md)). Checks are
+part of `kvledger conformance`, which [runs](conformance.md) a connector on vLLM's scheduler. Paths are of vLLM 0.32:
+`base.py` is `distributed/kv_transfer/kv_connector/v1/base.py`, `scheduler.py` is `v1/core/sched/scheduler.py`. Text in
+quotation marks is quoted from these files. Each linked public issue is about a connector that broke the obligation.
 
-An obligation can be seen:
+A broken obligation can be seen:
 """
 ISSUES = {"vllm": "vllm-project/vllm", "LMCache": "LMCache/LMCache"}
 
@@ -512,7 +513,7 @@ def contract_page() -> list[str]:
     lines += ["", *rows(["obligation", "side", "can be seen", "tested by"], body)]
     for each in everything:
         lines += obligation_section(each)
-    lines += ["## Checks", "", "Checks of the simulation, in addition to the rules of its log.", ""]
+    lines += ["## Checks", "", "The checks of the simulation, in addition to the rules for the log.", ""]
     lines += [f"- `{each.value}`: {checks[each.name]}" for each in obligations.Check]
     lines += ["", "## Scenarios", "", "Each scenario is played twice, the second time with every lookup repeated.", ""]
     return [*lines, *(f"- **{name}**: {one_line(scenario.play.__doc__)}" for name, scenario in SCENARIOS.items())]
@@ -529,7 +530,7 @@ def obligation_section(obligation: obligations.Obligation) -> list[str]:
     hooks = ", ".join(f"`{hook}`" for hook in obligation.hook.split(", "))
     lines += [f"- Hook: {obligation.hook if obligation.hook == 'every hook' else hooks} ({obligation.side})"]
     lines += [f"- Source: {'; '.join(obligation.source)}"]
-    lines += [f"- Can be seen {obligation.seen.value}; tested by {tested_by(obligation)}"]
+    lines += [f"- Can be seen: {obligation.seen.value}. Tested by: {tested_by(obligation)}"]
     if obligation.scenarios:
         lines += [f"- Only in the scenarios: {'; '.join(obligation.scenarios)}"]
     if obligation.limit:
@@ -553,44 +554,44 @@ def metrics_page() -> list[str]:
     shortest, longest = (bound / 1e9 for bound in (DURATION_BOUNDS_NS[0], DURATION_BOUNDS_NS[-1]))
     lines = heading("Metrics", "adapters/vllm/metric_names.py")
     lines += prose(
-        "vLLM's `/metrics` has these metrics, with vLLM's own labels `model_name` and `engine`. They are 0 at the "
-        "start. [Monitoring](monitoring.md) has the alerts."
+        "vLLM's `/metrics` has these metrics, with vLLM's own labels `model_name` and `engine`. They begin at 0. "
+        "[Monitoring](monitoring.md) has the alerts."
     )
     gauges = {**GAUGES, "": INFO}
     kinds = {"Counters": (COUNTERS, "_total"), "Gauges": (gauges, ""), "Histograms": (HISTOGRAMS, "")}
     for title, (metrics, suffix) in kinds.items():
         body = [[f"`{PREFIX}{name}{suffix}`", meaning] for name, meaning in metrics.values()]
         lines += [f"## {title}", "", *rows(("metric", "meaning"), body)]
-    lines += [f"The upper bounds of the buckets range from {shortest:g} to {longest:g} s.", "", "## Labels", ""]
+    lines += [f"The histograms' buckets have upper bounds from {shortest:g} to {longest:g} s.", "", "## Labels", ""]
     missed, recomputed, extensions = (f"`{COUNTERS[name][0]}_total`" for name in (MISSED, RECOMPUTED, BY_EXTENSION))
     lines += prose(
         f"{extensions} has the additional label `{LABELS[BY_EXTENSION]}`, and one series for each "
         "[extension](extending.md#an-extension) that is loaded. "
         f"`{INFO[0]}` has the labels `version`, " + ", ".join(f"`{name}`" for name in INFO_SETTINGS) + ". A setting "
-        "has the value `auto` if its default depends on the machine or the model."
+        "that is not configured has the value `auto` if its default depends on the machine or the model."
     )
     lines += prose(
-        f"{missed} and {recomputed} have the additional label `{LABELS[MISSED]}`: the reason why the connector's "
-        "answer left the tokens to compute, as known when the request is admitted. `kvledger stats` divides `missing` "
+        f"{missed} and {recomputed} have the additional label `{LABELS[MISSED]}`: why the connector's answer left the "
+        "tokens to compute, as known when the request is admitted. `kvledger stats` divides the reason `missing` "
         "further, into tokens that no request had computed before, and tokens that were evicted, lost to a reset, or "
         "never saved ([reasons](reasons.md))."
     )
     return lines + prose(
-        "The value is a [`miss_reason`](events.md#why-a-hit-ends) or one of these:\n\n"
-        f"- `{NOT_OFFERED}`: the tokens were in the pool, but another load was in flight, or vLLM's own prefix ended "
-        "within a block.\n"
+        "A reason is a [`miss_reason`](events.md#why-a-hit-ends) or one of these:\n\n"
+        f"- `{NOT_OFFERED}`: the tokens were in the host pool, but another load was in flight, or vLLM's own prefix "
+        "ended within a block.\n"
         f"- `{NOT_LOADED}`: the connector offered the tokens, but vLLM did not claim them. Recomputed tokens "
         "are also counted here if their load failed.\n"
         f"- `{NO_LOOKUP}`, only for recomputed tokens: vLLM allocated their blocks without a lookup.\n\n"
-        "While the log cannot be written, vLLM gets no answers, and neither metric counts these requests; see "
-        "`log_waiting_events`. A load that fails within a step still counts as a hit; `failed_loads` counts it."
+        "While the log cannot be written, vLLM gets no hits, and these two metrics count no requests; "
+        "`log_waiting_events` shows it. A load that fails within a step counts as a hit, and in `failed_loads`."
     )
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 COMMANDS_INTRODUCTION = """
-The output of `--help`. [The `kvledger` command](cli.md) explains the commands and shows what they print.
+The `--help` output of each command. [The `kvledger` command](cli.md) explains the commands and shows their output.
 """
 
 
@@ -622,9 +623,9 @@ def help_of(*command: str) -> str:
 
 
 TABLES_INTRODUCTION = """
-The tables that [`kvledger tables`](export.md#tables) writes, and `Log.to_arrow` and `Log.to_pandas` return. Times that
-end in `_ns` are nanoseconds since the log was opened; durations are nanoseconds, too. Columns that end in `_bytes` are
-bytes. Other numbers are counts or ids. Join tables on (`start`, `ordinal`).
+[`kvledger tables`](export.md#tables) writes these tables. `Log.to_arrow` and `Log.to_pandas` return them. Columns whose
+names end in `_ns` are times in nanoseconds since the log was opened, or durations in nanoseconds. Columns whose names
+end in `_bytes` are bytes. Other numbers are counts or ids. Join tables on (`start`, `ordinal`).
 """
 
 
@@ -634,7 +635,7 @@ def tables_page() -> list[str]:
     lines += ["## In every table", "", *column_rows(COMMON)]
     for each in TABLES.values():
         lines += [f"## `{each.name}`", "", each.meaning, "", *column_rows(each.columns)]
-    lines += [f"Parquet files name their table and the version of this schema ({SCHEMA_VERSION}) in their metadata."]
+    lines += [f"A Parquet file's metadata has the table's name and the version of this schema ({SCHEMA_VERSION})."]
     return lines
 
 

@@ -1,12 +1,16 @@
-"""The pure core of kvledger: the lifecycle of a request as an event-sourced state machine.
+"""The core of kvledger: the life of a request as a state machine whose state is computed from events.
 
-Read it in this order: `states`, `events`, `table`, `declaration`, `machine`, `projections/`, `turn`, `decisions/`,
-`handlers`, `extension`, `core`, `standard`, `ledger`, `divergences`, `replay`, `codec`. It uses no torch, no vLLM, no
-files and no clock.
+Read its modules in this order: `states`, `events`, `table`, `declaration`, `machine`, `projections/`, `turn`,
+`decisions/`, `handlers`, `extension`, `core`, `standard`, `ledger`, `divergences`, `replay`, `codec`. The core uses no
+torch, no vLLM, no files and no clock.
 
-Programs need this module, `events`, `audit` and, for tests, `testing`. To change decisions, subclass a handler of
-`handlers` and combine functions of `decisions`. To read and write logs and snapshots as bytes, use `codec` and
-`snapshots`; to lay out pages, `geometry`; for the ranges of a log's numbers, `ranges`. Anything else may change.
+Programs may use these modules. All other modules may change:
+
+- this module, `events`, `audit` and, for tests, `testing`
+- `handlers` and `decisions`: to change decisions, subclass a handler and combine functions of `decisions`
+- `codec` and `snapshots`: to read and write logs and snapshots as bytes
+- `geometry`: to lay out pages
+- `ranges`: the ranges of the numbers in a log
 """
 
 from kvledger.lifecycle import decisions, handlers

@@ -1,7 +1,7 @@
-"""Hashes of the source code that decides and folds, so that logs of other code can be recognised.
+"""Hashes of the source code that decides and folds, to recognise logs that other code has written.
 
-A fix of a fold or a handler changes neither the events of a log nor the layout of states, but it changes these hashes.
-They are not used to judge a log, see `Core.other_code`.
+A fix of a fold or a handler changes these hashes, but neither the events of a log nor the layout of states. No audit
+judges a log by these hashes; see `Core.other_code`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvledger.lifecycle.version import __version__
 
 PACKAGE = "kvledger.lifecycle"
 UNKNOWN = "unknown"
-"""Hash of code without source. Compares as different from all code, even from itself."""
+"""Replaces the hash of code whose source is not available. Such code counts as different from all code, even itself."""
 _NOT_DECIDING = {"audit", "reader", "testing"}
 
 
@@ -29,13 +29,16 @@ def hash_of_core() -> str:
 
 @cache
 def hash_of_reader() -> str:
-    """Return the hash of the same and of the reader's source, which decides nothing."""
+    """Return the hash of all that `hash_of_core` covers and of the reader's source. The reader decides nothing."""
     return _hash_of_sources(f"{PACKAGE}.reader", "reader/", hash_of_core())
 
 
 @cache
 def hash_of_module(name: str) -> str:
-    """Return the hash of another module's source, such as one that defines a handler, a projection or an extension."""
+    """Return the hash of an imported module's own source; `UNKNOWN` if the source is not available.
+
+    Used for modules outside of this package that define a handler, a projection or an extension.
+    """
     try:
         return _hashed([inspect.getsource(sys.modules[name])])
     except (KeyError, OSError, TypeError):
@@ -44,7 +47,7 @@ def hash_of_module(name: str) -> str:
 
 @cache
 def hash_of_package(name: str) -> str:
-    """Return the hash of all sources in a module's package, because they are changed together."""
+    """Return the hash of all sources in the package of the module `name`, because a package is changed as a whole."""
     package = getattr(sys.modules.get(name), "__package__", None)
     return _hash_of_sources(package, f"{package}/") if package else hash_of_module(name)
 

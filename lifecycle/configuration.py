@@ -1,6 +1,6 @@
 """Sizes and limits that the core needs to fold and decide.
 
-Every log's header contains them, because the same events mean something else with another chunk size.
+The header of every log contains them. With another chunk size, for example, the same events have another meaning.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ class Refusal:
     """Why a configuration cannot work, and the remedy. Passwords and tokens in addresses are left out."""
 
     reason: str = attrs.field(converter=without_credentials)
-    """The reason with its figures."""
+    """The reason, with the numbers that do not fit."""
     remedy: str = ""
     key: str = ""
-    """The key as the user wrote it, `connector.kv_role` if it is nested; empty if no single key is wrong."""
+    """Key of the wrong setting, as the user wrote it; nested keys are joined by dots, as in `connector.kv_role`.
+
+    Empty if no single key is wrong.
+    """
     value: object = attrs.field(default=None, converter=shown)
-    """The value of the key as it may be shown; None also if there is none."""
+    """Value of the wrong setting, without secrets; None if `key` is empty or has no value."""
 
     def __str__(self) -> str:
         given = f"{self.key}: {self.value!r}: " if self.key else ""
@@ -31,7 +34,7 @@ class Refusal:
 
 
 class ConfigurationError(ValueError):
-    """A configuration that cannot work, with everything that is refused. A plain string is a reason."""
+    """A configuration that cannot work, with a `Refusal` for each mistake. A plain string becomes a `Refusal`."""
 
     def __init__(self, *refused: Refusal | str) -> None:
         self.refusals = tuple(each if isinstance(each, Refusal) else Refusal(each) for each in refused)
@@ -63,51 +66,65 @@ def _as_tuple(sizes: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen
 class LedgerConfiguration:
-    """Sizes in tokens and slots. One slot holds one block's page over all layers.
+    """Settings of the core, the same for a whole log. Sizes are in tokens and slots; one slot holds one page.
 
     Raises:
-        ConfigurationError: a number is outside its range, chunk and block size do not divide, or the pool cannot hold
-            one chunk.
+        ConfigurationError: a number is outside its range, neither of chunk and block size is a multiple of the other,
+            the save interval is less than a chunk, no group sees all tokens, or the pool cannot hold one chunk.
     """
 
     block_size: int
     chunk_size: int
     num_slots: int
     windows: tuple[int, ...] = attrs.field(default=(0,), converter=_as_tuple)
-    """Window of each group of layers with its own block table, in tokens; 0: the group sees all tokens."""
+    """Window size of each group, in tokens; 0: the group has no window and sees all tokens."""
     num_ranks: int = 1
     offers_slow_loads: bool = True
-    """Whether loads are offered that take longer than computing the tokens, as measured while serving."""
+    """Whether a load is offered even if it takes longer than computing its tokens, as measured while serving."""
     save_tails: bool = True
-    """Whether the tail, a preempted request's partly filled last chunk, is saved too."""
+    """Whether the tail of a preempted request is saved too. The tail is the partly filled last chunk."""
     keep_for_preempted: bool = True
-    """Whether chunks that a preempted request will come back for are never evicted."""
+    """Whether chunks that a preempted request needs are never evicted while the request waits for blocks."""
     async_load_tokens: int | None = None
-    """Loads of at least this many tokens are asynchronous; None: every load precedes its step's forward pass."""
+    """Loads of at least this many tokens are asynchronous. With several groups, every load is asynchronous.
+
+    None: no load is asynchronous, and each load precedes its step's forward pass.
+    """
     save_interval_tokens: int = 0
-    """After a prompt, chunks are saved whenever this many more tokens have settled; 0: each chunk when it has
-    settled."""
+    """Tokens in one save after the prompt: whole chunks are saved each time this many more tokens have settled.
+
+    0: each chunk is saved when it has settled.
+    """
     async_saves: bool = False
-    """Whether settled chunks are saved asynchronously instead of at the end of their step."""
+    """Whether settled chunks are saved asynchronously. If not, they are saved at the end of the step."""
     max_deferred_lookups: int = 8
-    """How often in a row a lookup is deferred before it is answered. Waiting for one load of another request counts
-    once."""
+    """Maximum number of consecutive deferrals before a lookup is answered.
+
+    All deferrals for one load of another request that loads the same chunks count as one.
+    """
     awaits_shared_loads: bool = False
-    """Whether a lookup waits while another request loads the same chunks. Only with vLLM's own prefix cache, which
-    shares the loaded blocks afterwards."""
+    """Whether a lookup is deferred while another request loads the same chunks.
+
+    Set it only if vLLM's own prefix cache is on, which shares the loaded blocks after the load.
+    """
     settles_in_flight: bool = True
-    """Whether the tokens of steps in flight count as settled at a preemption and at an end. In vLLM they do, because
-    the first copies of a step run after every step in flight. With speculative decoding they do not, because drafts may
-    be rejected."""
+    """Whether the tokens of steps in flight count as settled when a request is preempted or ends.
+
+    In vLLM they do: the first copies of a step run after all earlier steps. With speculative decoding they do not,
+    because vLLM may reject drafts.
+    """
     max_failed_loads: int = 3
-    """Failed loads of one request after which it gets no more."""
+    """Number of failed loads after which a request is quarantined, so it gets no more loads."""
     max_silent_steps: int = 64
     max_silent_ms: int = 5_000
-    """Steps and milliseconds after which a job that a rank has not reported is asked after. After as many again it
-    fails."""
+    """Milliseconds after which kvledger asks the workers about a job that a rank has not reported.
+
+    `max_silent_steps` steps must have passed too. If the job is not reported after the same time and steps again, it
+    fails.
+    """
 
     extensions: Mapping[str, Mapping[str, bool | int | float | str]] = attrs.field(factory=dict, hash=False)
-    """Extension → key → value, for values other than the default."""
+    """Extension → key → configured value. A key that is left out has its default."""
 
     def __attrs_post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -121,21 +138,21 @@ class LedgerConfiguration:
             raise ConfigurationError(message)
         for size in self.windows:
             if abs(size) > MAX_TOKENS:
-                message = f"windows has the entry {size}; it must be from 0 to {MAX_TOKENS}"
+                message = f"windows has the entry {size}; each entry must be from 0 to {MAX_TOKENS}"
                 raise ConfigurationError(message)
         if not self.windows or min(self.windows) < 0 or all(self.windows):
             message = (
-                f"windows is {self.windows}; it needs an entry for each group of layers, none of them negative and one "
-                "of them 0, for a group that sees all tokens"
+                f"windows is {self.windows}; it needs an entry for each group of layers. No entry may be negative, and "
+                "at least one must be 0, for a group that sees all tokens"
             )
             raise ConfigurationError(message)
         if self.num_slots > MAX_SLOTS:
-            message = f"num_slots is {self.num_slots}; it must be at most {MAX_SLOTS}: lower host_bytes"
+            message = f"num_slots is {self.num_slots}, but must be at most {MAX_SLOTS}; lower host_bytes"
             raise ConfigurationError(message)
         if self.num_slots < self.pages_per_chunk:
             message = (
-                f"the host pool has {self.num_slots} slots of one block each, but one chunk of {self.chunk_size} "
-                f"tokens needs {self.pages_per_chunk}; raise host_bytes or lower chunk_size"
+                f"the host pool has {self.num_slots} slots, but one chunk of {self.chunk_size} tokens needs "
+                f"{self.pages_per_chunk} slots; raise host_bytes or lower chunk_size"
             )
             raise ConfigurationError(message)
 
@@ -151,10 +168,10 @@ class LedgerConfiguration:
 
     @property
     def copies_async(self) -> bool:
-        """Whether any copy may be asynchronous. With several groups, every load is."""
+        """Whether any copy may be asynchronous. With several groups, every load is asynchronous."""
         return self.async_saves or self.async_load_tokens is not None or len(self.windows) > 1
 
     @property
     def pages_per_chunk(self) -> int:
-        """Block pages of one chunk: at least one per group, even if the chunk ends inside a block."""
+        """Number of pages of one chunk: at least one per group, even if the chunk is shorter than a block."""
         return max(1, self.chunk_size // self.block_size) * len(self.windows)

@@ -1,6 +1,6 @@
 """Moments at which a worker began and ended a copy: the step, the hook, and the order within the step.
 
-Workers record them, the log contains them, and the audit checks them. No decision depends on them.
+Workers record moments, the log contains them, and audits check them. No decision depends on a moment.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ class Hook(enum.IntEnum):
     """Hooks of a worker, in the order in which vLLM calls them in a step."""
 
     HANDLE_PREEMPTIONS = 0
-    """Before everything else (`v1/worker/gpu_model_runner.py`, execute_model, and `v1/worker/gpu/kv_connector.py`,
-    pre_forward, 0.32)."""
+    """Called before everything else in a step (`v1/worker/gpu_model_runner.py`, execute_model, and
+    `v1/worker/gpu/kv_connector.py`, pre_forward, 0.32)."""
     START_LOAD_KV = 1
-    """Before the forward pass if vLLM waits for a load in this step, else after it."""
+    """Called before the forward pass if vLLM waits for a load in this step, otherwise after the forward pass."""
     WAIT_FOR_SAVE = 2
-    """After the forward pass."""
+    """Called after the forward pass."""
     OUTPUT = 3
-    """When vLLM collects the worker's reports."""
+    """Called when vLLM collects the worker's reports."""
     UNREGISTER_KV_CACHES = 4
-    """Before the engine sleeps (0.33)."""
+    """Called before the engine sleeps (0.33)."""
 
 
 class Moment(NamedTuple):
-    """A point in the work of one worker. Moments of one worker compare in their order in time."""
+    """A point in the work of one worker. The earlier of two moments of one worker compares as the smaller one."""
 
     delivered: int
-    """Sequence number of the last `EffectsDelivered` whose copies the worker had received; 0 before the first."""
+    """Sequence number of the last `EffectsDelivered` whose copies the worker had received; 0 if there was none."""
     number: int
-    """Number of this begin or end of a copy since then, from 1."""
+    """Number of this moment among the worker's moments with the same `delivered`, from 1."""
     hook: int
-    """A `Hook`."""
+    """The `Hook` in which the worker was."""
 
     @property
     def hook_name(self) -> str:
@@ -43,23 +43,26 @@ class Moment(NamedTuple):
 
 
 class CopyMoments(NamedTuple):
-    """When a copy began, and from when on everything given to the device runs after it."""
+    """When a copy began, and when it ended. Work that the device gets after the end runs after the copy."""
 
     began: Moment
     ended: Moment
-    """When `PendingCopy.precede` or `result` returned, or when the copy was seen to be done, whichever came first."""
+    """When `PendingCopy.precede` or `PendingCopy.result` returned, or when the worker saw that the copy was done.
+
+    The first of these counts.
+    """
 
     def as_fields(self) -> tuple[int, ...]:
         """Return the fields of `TransferReported.moments`: delivered, number and hook of the begin, then of the end.
 
-        `delivered` of the end is a difference. It is mostly 0, which takes one byte.
+        `delivered` of the end is written as the difference from the begin. This is mostly 0, which takes one byte.
         """
         began, ended = self
         return (*began, ended.delivered - began.delivered, ended.number, ended.hook)
 
     @classmethod
     def of_fields(cls, fields: Sequence[int]) -> CopyMoments | None:
-        """Return the moments of a report; None if they were not recorded."""
+        """Return the moments from the fields of a `TransferReported.moments`; None if no moments were recorded."""
         if len(fields) != _NUM_FIELDS:
             return None
         began = Moment(*fields[:3])

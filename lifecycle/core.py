@@ -1,8 +1,8 @@
-"""The core: everything that gives a log its meaning, as one immutable object made of plain data.
+"""The core: one immutable object that defines what the events of a log mean.
 
-Ledger, replay, audit, codec and snapshots get a core and read nothing else: the events, where they lead, which handlers
-decide on them, what they fold to, and the rules for a log. This module checks that the parts fit together. It must not
-know the standard parts (`standard.py`).
+A core has the events, the transition tables, the handlers that decide, the projections that fold, and the rules for a
+log. Ledger, replay, audit, codec and snapshots know these parts only through the core that they get. This module checks
+that the parts fit together. It must not know the standard parts, which `standard.py` combines.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class CoreError(ValueError):
-    """The parts do not make a core. The message names the part, the reason and the remedy."""
+    """Parts that cannot form a core. The message names the part, the reason and the remedy."""
 
 
 _SETTLED: tuple[str, ...] = tuple(
@@ -56,36 +56,39 @@ Handlers = Mapping[RequestState, tuple[StateHandler, ...]]
 
 @attrs.frozen(eq=False)
 class Core:
-    """Everything that gives a log its meaning.
+    """The parts that define what the events of a log mean.
 
     Raises:
         CoreError: the parts do not fit together.
-        TableError: the rows break a rule of `table.py`.
-        UpcasterError: an old version of an event could not be read.
+        TableError: rows of the transition tables break a rule that `table.py` states.
+        UpcasterError: an upcaster is missing, so an old version of an event could not be read, or one is superfluous.
     """
 
     events: Mapping[str, type[Event]]
     """Event id → class."""
     regions: tuple[Region, ...]
-    """Flat machines of a request, the phase first. `reference` runs them with the `transitions` library."""
+    """The state machines of a request, the phase first. `reference` runs them with the `transitions` library."""
     job_regions: tuple[Region, ...]
-    """Flat machines of a transfer job."""
+    """The state machines of a job."""
     gating: Gating
-    """Consequences of events that they refuse."""
+    """What an observation changes although a request's state refuses it."""
     handlers: Handlers
     """State → its handlers, in the order in which they are called."""
     rules: Mapping[str, Callable[[AuditModel], Checker]]
-    """Rule → function that makes its checker, in the order in which checkers see an event."""
+    """Rule → function that creates the rule's checker. Every checker sees each event, in the order of this mapping."""
     not_checked: Mapping[str, str] = MappingProxyType({})
-    """Rule that no log can decide → reason. Readers print it, so that silence does not look like soundness."""
+    """Rule that cannot be checked from a log → reason.
+
+    Commands print the reason, so that a rule that was not checked does not look like a rule that holds.
+    """
     upcasters: Upcasters = MappingProxyType({})
-    """(Event id, version) → how to convert its fields to the next version."""
+    """(event id, version) → function that converts the event's fields from this version to the next."""
     extensions: tuple[Extension, ...] = ()
     """Extensions that were added, see `extended`."""
     projections: tuple[ProjectionSpec, ...] = ()
-    """Projections of extensions, in the order in which they fold, after those of the core."""
+    """Projections of extensions, in the order in which they fold. They fold after the core's projections."""
     tables: Tables = attrs.field(init=False)
-    """Where the events lead. Folds, checks and decisions get this instead of the core."""
+    """The compiled transition tables. Folds, checks and decisions get these tables instead of the whole core."""
 
     @tables.default
     def _tables(self) -> Tables:
@@ -107,13 +110,13 @@ class Core:
             raise CoreError(message)
 
     def _check_hooks(self, handler: StateHandler, state: RequestState) -> None:
-        """Refuse a handler's method for something that never happens in its state.
+        """Refuse a handler method that would never be called, because its event cannot happen in the handler's state.
 
-        A handler may inherit such methods from a handler of another state, or from a base class of several states,
-        unless it has no others.
+        A handler may inherit such a method from a handler of another state, or from a base class for several states. It
+        must then have at least one other method, which can be called.
 
         Raises:
-            CoreError: it would never be called.
+            CoreError: the handler has a method that would never be called.
         """
         own = tuple(own_hooks(handler))
         never = [hook for hook in own if state not in self.asked_in(hook)]
@@ -122,13 +125,13 @@ class Core:
             asked, triggers = self.asked_in(hook), " or ".join(self._triggers_of_hooks[hook])
             message = (
                 f"handler {_name_of(handler)} has a method {hook} for state {state}, but the table has no row for "
-                f"{triggers} in that state, so it would never be called; remove the method, or move it to a handler of "
+                f"{triggers} in that state, so the method would never be called; remove it, or move it to a handler of "
                 f"{', '.join(each.value for each in asked) or 'a core whose table has such a row'}"
             )
             raise CoreError(message)
 
     def asked_in(self, hook: str) -> tuple[RequestState, ...]:
-        """Return the states whose handlers can be called with this hook, according to the table."""
+        """Return the states in which this handler method can be called, according to the transition tables."""
         legal = self.tables.legal
         states = {state for trigger in self._triggers_of_hooks[hook] for state, _ in legal.get(trigger, ())}
         return tuple(state for state in RequestState if state in states)
@@ -151,10 +154,12 @@ class Core:
         return standard_core()
 
     def replacing(self, *handlers: StateHandler) -> Core:
-        """Return a core in which each of these replaces the core's handler of its state. Handlers of extensions stay.
+        """Return a core with these handlers. Each replaces the core's handler of the same state.
+
+        Handlers of extensions stay.
 
         Raises:
-            CoreError: two are for one state, or one is not a handler.
+            CoreError: two of the handlers are for the same state, or an argument is not a handler.
         """
         replaced: dict[RequestState, tuple[StateHandler, ...]] = {}
         for handler in handlers:
@@ -169,10 +174,10 @@ class Core:
         return attrs.evolve(self, handlers=MappingProxyType({**self.handlers, **replaced}))
 
     def adding(self, *handlers: StateHandler) -> Core:
-        """Return a core in which each of these is called after the handlers that its state already has.
+        """Return a core with these handlers added. Each is called after the handlers that its state already has.
 
         Raises:
-            CoreError: one is not a handler.
+            CoreError: an argument is not a handler.
         """
         asked = dict(self.handlers)
         for handler in handlers:
@@ -181,10 +186,11 @@ class Core:
         return attrs.evolve(self, handlers=MappingProxyType(asked))
 
     def extended(self, *extensions: Extension) -> Core:
-        """Return a core with these extensions added. An extension that it already has is not added again.
+        """Return a core with these extensions added. An extension that this core already has is not added again.
 
         Raises:
-            CoreError: two different ones have one name, or parts do not fit together or to the core.
+            CoreError: two different extensions have the same name, or parts of an extension do not fit together or do
+                not fit into the core.
         """
         core = self
         for extension in extensions:
@@ -203,13 +209,16 @@ class Core:
                 if other.declaration() == declared:
                     return self
                 message = (
-                    f"extension {declared.name} {declared.version} of {declared.made_by} clashes with version "
-                    f"{other.version} of {other.declaration().made_by}; load one of them"
+                    f"extension {declared.name} {declared.version} of {declared.made_by} has the same name as version "
+                    f"{other.version} of {other.declaration().made_by}; load only one of the two"
                 )
                 raise CoreError(message)
         unknown = sorted(extension.leaves_out.keys() - self.rules.keys() - self.not_checked.keys())
         if unknown and not isinstance(extension, Absent):  # a log may be read by a core that has fewer rules
-            message = f"extension {extension.name} leaves out {unknown[0]}, which is not a rule here; correct its name"
+            message = (
+                f"extension {extension.name} leaves out {unknown[0]}, which is not a rule of this core; correct the "
+                "name of the rule"
+            )
             raise CoreError(message)
         owners = {("projection", name): "the core" for name in CORE_PROJECTIONS}
         leaves_out = _left_out_by(extension, self.rules)
@@ -237,12 +246,13 @@ class Core:
             raise CoreError(str(error)) from error
 
     def reading(self, header: Mapping[str, Any], available: Iterable[Extension] = ()) -> Core:
-        """Return the core to read a log with: this one, and the extensions that the log was written with.
+        """Return the core for reading a log with this header: this core with the log's extensions added.
 
-        If this core lacks an extension and `available` does not have it in the log's version, an `Absent` replaces it.
+        The code of an extension comes from this core, or else from `available` if its version is the log's. Otherwise
+        an `Absent` replaces the extension.
 
         Raises:
-            CoreError: the header cannot be read, or its extensions do not fit.
+            CoreError: the list of extensions in the header cannot be read, or an extension does not fit into the core.
         """
         there = {extension.name for extension in self.extensions}
         by_name = {(extension.name, extension.version): extension for extension in available}
@@ -256,16 +266,18 @@ class Core:
         """Refuse settings (extension → key → value) that no extension has, or whose type differs from the default's.
 
         Raises:
-            ConfigurationError: which one, why, and what to do.
+            ConfigurationError: a setting is refused. The message says which one, why, and what to do.
         """
         known = {extension.name: extension.settings for extension in self.extensions}
         for name, values in settings.items():
             defaults = known.get(name, {})
             unknown = sorted(values.keys() - defaults.keys())
             if name not in known or unknown:
-                has = f"has {', '.join(defaults) or 'none'}" if name in known else "is not loaded"
+                has = f"has only the settings {', '.join(defaults) or '(none)'}" if name in known else "is not loaded"
                 remedy = f"remove {', '.join(unknown) or name}, or correct its name"
-                raise ConfigurationError(Refusal(f"{name} {has}", remedy, "extension_settings", {name: dict(values)}))
+                raise ConfigurationError(
+                    Refusal(f"extension {name} {has}", remedy, "extension_settings", {name: dict(values)})
+                )
             for key, value in values.items():
                 kind = type(defaults[key])
                 if type(value) is not kind and (kind, type(value)) != (float, int):
@@ -279,7 +291,7 @@ class Core:
 
     @cached_property
     def unjudged(self) -> frozenset[tuple[type[Event], RequestState | None]]:
-        """(Class of observations, state or None for all) on which an absent extension may have decided."""
+        """(Class of observations, state) on which an absent extension may have decided; None stands for all states."""
         return frozenset(
             pair for extension in self.absent for pair in extension.declaration().unjudged(self.observations)
         )
@@ -287,7 +299,7 @@ class Core:
     def new_projections(
         self, configuration: LedgerConfiguration, *, only: Collection[str] | None = None
     ) -> Projections:
-        """Return the projections of an empty log. With `only`, no others fold."""
+        """Return the projections of an empty log. With `only`, just the projections with these names fold."""
         keepers = {
             extension.name: extension.keeps
             for extension in self.extensions
@@ -296,10 +308,10 @@ class Core:
         return Projections(self.tables, configuration, added=self.projections, keepers=keepers, only=only)
 
     def handlers_of_run(self) -> Handlers:
-        """State → copies of its handlers as they were when the core was made, for one ledger or one replay.
+        """State → new copies of its handlers, for one ledger or one replay.
 
-        A handler that keeps a memory, which it must not, cannot affect the next run. One that cannot be copied is used
-        as it is.
+        Handlers must not keep a memory. If a handler does, the next run gets a copy without that memory. A handler that
+        cannot be copied is used as it is.
         """
         try:
             return copy.deepcopy(dict(self.handlers))
@@ -314,34 +326,35 @@ class Core:
 
     @cached_property
     def observations(self) -> tuple[type[Event], ...]:
-        """Events that record what the connector saw."""
+        """Classes of the events that record what the connector saw."""
         return tuple(event for event in self.events.values() if not event.is_decision)
 
     @cached_property
     def decisions(self) -> tuple[type[Event], ...]:
-        """Events that record what was decided."""
+        """Classes of the events that record what was decided."""
         return tuple(event for event in self.events.values() if event.is_decision)
 
     @cached_property
     def reference(self) -> ReferenceMachine:
-        """The tables, run by `transitions`."""
+        """The transition tables as state machines of the `transitions` library."""
         return ReferenceMachine((*self.regions, *self.job_regions), self.gating)
 
     def table_fingerprint(self) -> str:
-        """Return the hash of rows and gating that is in every log's header."""
+        """Return the hash of the tables' rows and of the gating. Every log's header contains this hash."""
         return table_fingerprint((*self.regions, *self.job_regions), self.gating)
 
     def handler_fingerprint(self) -> str:
-        """Return the handlers' classes by state, as in every log's header."""
+        """Return the classes of the handlers of each state, as text. Every log's header contains this text."""
         return " ".join(
             f"{state}={'+'.join(map(_name_of, handlers))}" for state, handlers in sorted(self.handlers.items())
         )
 
     @cached_property
     def code(self) -> Mapping[str, str]:
-        """Module or package that decides or folds → hash of its source, as in every log's header.
+        """Module or package that decides or folds → hash of its source. Every log's header contains this mapping.
 
-        The hash of a module outside of kvledger covers its own file and not its imports. See `other_code`.
+        The hash of a module outside of kvledger's core covers its own file and not the modules that it imports. See
+        `other_code`.
         """
         handlers = {type(handler) for handlers in self.handlers.values() for handler in handlers}
         extensions = {type(extension) for extension in self.extensions if extension not in self.absent}
@@ -351,9 +364,10 @@ class Core:
         return MappingProxyType({PACKAGE: hash_of_core(), **{name: hash_of_module(name) for name in apart}})
 
     def other_code(self, header: Mapping[str, Any]) -> str:
-        """Return what decided and folded when the log was written and is different code here; empty if nothing is.
+        """Return the names of the modules whose code differs between this core and the log with this header.
 
-        That is no fault of the log: deciding again with other code shows what a fix changes. `verify` reports handlers
+        For kvledger itself, both versions take the place of the name. Empty if no code differs. A difference is no
+        fault of the log: making its decisions again with other code shows what a fix changes. `verify` reports handlers
         of other names and absent extensions separately.
         """
         found, ours = header.get("code"), self.code
@@ -365,7 +379,7 @@ class Core:
         return ", ".join(versions if name == PACKAGE else name for name in others)
 
     def fingerprint(self) -> str:
-        """Return a hash of the parts, by name, that determine folds and decisions; see also `code`."""
+        """Return a hash of the parts that determine folds and decisions, without their source; see also `code`."""
         events = sorted(
             str((event.id, event.version, event.__struct_fields__, event.variants)) for event in self.events.values()
         )
@@ -376,10 +390,10 @@ class Core:
 
 
 def check_handler(handler: StateHandler) -> RequestState:
-    """Return the state of a handler.
+    """Check a handler and return its state.
 
     Raises:
-        CoreError: it is a class, has no state, or has a public method that is never called.
+        CoreError: the handler is a class, has no valid state, or has a public method that is not a hook.
     """
     _check_instance("handler", handler)
     name, wrong = _name_of(handler), wrong_state(handler)
@@ -392,8 +406,8 @@ def check_handler(handler: StateHandler) -> RequestState:
             close = difflib.get_close_matches(method, HOOKS, n=1)
             remedy = f"rename it to {close[0]}" if close else f"rename it to one of {', '.join(HOOKS)}"
             message = (
-                f"handler {name} has a method {method}, which is not a hook of StateHandler, so it would never be "
-                f"called; {remedy}, or begin its name with an underscore"
+                f"handler {name} has a method {method}, which is not a hook of StateHandler, so kvledger would never "
+                f"call it; {remedy}, or begin its name with an underscore"
             )
             raise CoreError(message)
     return handler.state
@@ -406,7 +420,7 @@ def _check_instance(what: str, part: object) -> None:
 
 
 def own_hooks(handler: StateHandler) -> Iterator[str]:
-    """Yield the hooks in which a handler differs from its base classes in `handlers`."""
+    """Yield the hooks for which a handler has another method than its base classes in `handlers.py`."""
     of_package = [vars(base) for base in type(handler).__mro__ if base.__module__ == StateHandler.__module__]
     for hook in HOOKS:
         method = getattr(handler, hook)
@@ -424,13 +438,16 @@ def _copied(handler: StateHandler) -> StateHandler:
 
 
 def _is_for_its_state(handler: StateHandler, hook: str) -> bool:
-    """Whether the hook is defined by the handler itself, or by a class of this handler's state."""
+    """Whether the handler object itself defines the hook, or a base class that has the handler's state."""
     owner = next((base for base in type(handler).__mro__ if hook in vars(base)), StateHandler)
     return hook in getattr(handler, "__dict__", ()) or getattr(owner, "state", None) is handler.state
 
 
 def _left_out_by(extension: Extension, rules: Mapping[str, object]) -> Mapping[str, str]:
-    """Rule → why it cannot be checked with the extension; also rules about evictions, if the extension decides them."""
+    """Rule → why the rule cannot be checked if a core has this extension.
+
+    If the extension can choose what is evicted last, this includes rules about evictions.
+    """
     if not extension.declaration().keeps:
         return extension.leaves_out
     why = f"extension {extension.name} decides what is evicted last"

@@ -1,6 +1,6 @@
 """The data of an extension that a log's header contains.
 
-Folds use it, and so do readers without the extension's code.
+Folds use this data, and so do readers without the extension's code.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.untrusted import Undecodable, converted
 
 SubRow = tuple[str, str, str]
-"""(source, trigger, dest). Source and dest are a phase or a sub-state ("preempted.starving"). The trigger is an event's
-id, with its variant if it has several, or "extension/name" for the extension's own events."""
+"""(source, trigger, dest). Source and dest are each a phase, or a sub-state such as "preempted.starving". The trigger
+is an event's id, `id/variant` if the event has variants, or "extension/name" for the extension's own event."""
 _STEP_HOOKS = ("tokens_scheduled", "tokens_settled", "transfer_settled")
 _SAVING = (e.StepScheduled, e.TransferReported, e.RequestPreempted, e.RequestFinished, e.SessionContinued, e.WindowLeft)
-"""Observations on which chunks may be evicted."""
+"""Observations after which kvledger may evict chunks."""
 
 
 class ExtensionError(ValueError):
-    """An extension that does not fit. The message names the extension, the reason and the remedy."""
+    """An extension that cannot be used. The message names the extension, the reason and the remedy."""
 
 
 @attrs.frozen
@@ -37,18 +37,18 @@ class Declaration:
     events: tuple[str, ...] = ()
     rows: tuple[SubRow, ...] = ()
     hooks: tuple[tuple[str, str], ...] = ()
-    """(state, method) of its handlers."""
+    """(state, method) of each handler method of the extension."""
     replaces: tuple[str, ...] = ()
-    """States in which its handlers replace the core's."""
+    """States in which the extension's handlers replace the core's handlers."""
     leaves_out: Mapping[str, str] = {}
-    """Rule of the core that cannot be checked with it → reason."""
+    """Rule of the core that cannot be checked with the extension → reason."""
     projections: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     keeps: bool = False
-    """Whether it can choose chunks to be evicted last."""
+    """Whether the extension can choose chunks that are evicted last."""
 
     def unjudged(self, events: Iterable[type[e.Event]]) -> Iterator[tuple[type[e.Event], RequestState | None]]:
-        """Yield (class of observations, state or None for all) on which its code may have decided."""
+        """Yield (class of observations, state) on which the extension may have decided; None stands for all states."""
         of_method = {event_class.handler_method: event_class for event_class in events}
         for replaced in self.replaces:
             yield from ((event_class, RequestState(replaced)) for event_class in of_method.values())
@@ -67,7 +67,7 @@ def declared_in(header: Mapping[str, Any]) -> tuple[Declaration, ...]:
     """Return the extensions that a log was written with.
 
     Raises:
-        ExtensionError: the header contains something else.
+        ExtensionError: the list of extensions in the header cannot be read.
     """
     try:
         return converted(header.get("extensions", ()), tuple[Declaration, ...])

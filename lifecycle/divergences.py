@@ -1,4 +1,7 @@
-"""Differences between the decisions in a log and today's code. It must not know how events are replayed."""
+"""Divergences: decisions that today's code makes in another way than the log has them.
+
+This module must not know how events are replayed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ from kvledger.lifecycle.events import Event
 
 @attrs.frozen
 class Divergence:
-    """A difference between the log and today's decisions. `sequence` is that of the recorded event."""
+    """A difference between a log's decisions and today's. `sequence` is the sequence number where they differ.
+
+    `recorded` is the log's decision, None if the log has none there. `decided` is today's decision, None if there is
+    none.
+    """
 
     sequence: int
     recorded: Event | None
@@ -25,9 +32,10 @@ class Divergence:
 
 
 class Divergences(list[Divergence]):
-    """The first `MAX_KEPT` divergences; `num_found` counts all, because a log of other code may diverge at every event.
+    """The first `MAX_KEPT` divergences. `num_found` counts all: a log of other code may diverge at every event.
 
-    `keeps`, if set, selects them by sequence number and request id (empty: about no request).
+    `keeps`, if set, gets the sequence number and request id of each divergence and returns whether to count it. The id
+    is empty if the decision is about no request.
     """
 
     MAX_KEPT: ClassVar[int] = 1000

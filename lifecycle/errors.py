@@ -1,7 +1,7 @@
-"""Errors of foreign code: which of them kvledger catches, and what a log may contain of them.
+"""Errors of foreign code: which errors kvledger catches, and which parts of an error a log may contain.
 
-Foreign code (a handler, an extension, a request of vLLM's, a copy engine) may raise anything. Where kvledger runs such
-code and has to go on, it catches `BaseException` and calls `raise_if_unstoppable` first:
+Foreign code (a handler, an extension, vLLM's request object, a copy engine) may raise any exception. Where kvledger
+runs such code and has to go on, it catches `BaseException` and calls `raise_if_unstoppable` first:
 
     except BaseException as error:
         raise_if_unstoppable(error)
@@ -17,15 +17,16 @@ from types import CodeType, FunctionType, MethodType
 
 
 class Unstoppable(BaseException):
-    """Base of kvledger's own exceptions that no code between `raise` and their handler may catch."""
+    """Base of kvledger's own exceptions that must not be caught by foreign code, or as an error of foreign code."""
 
 
 def raise_if_unstoppable(error: BaseException) -> None:
     """Raise `error` again if it must end the process or the command; return if kvledger may go on.
 
-    It raises `KeyboardInterrupt`, `Unstoppable`, and what a signal handler raised while other code ran. vLLM's workers
-    end by a `SystemExit` that their SIGTERM handler raises (`vllm/v1/executor/multiproc_executor.py`, worker_main,
-    0.32). It does not raise a `SystemExit` of the code itself, nor any other exception.
+    It raises `KeyboardInterrupt` and `Unstoppable`. It also raises an error of a signal handler, unless that is an
+    `Exception`: vLLM's workers end by a `SystemExit` that their SIGTERM handler raises
+    (`vllm/v1/executor/multiproc_executor.py`, worker_main, 0.32). It does not raise any other error, such as a
+    `SystemExit` that the foreign code itself raised.
     """
     if isinstance(error, Exception):
         return
@@ -34,29 +35,29 @@ def raise_if_unstoppable(error: BaseException) -> None:
 
 
 class suppressed:  # noqa: N801 -- used as `contextlib.suppress` is
-    """Goes on after a `with` block of foreign code, whatever that raises; see `raise_if_unstoppable`."""
+    """Suppresses what a `with` block of foreign code raises, except what `raise_if_unstoppable` raises again."""
 
     def __enter__(self) -> None:
         """Begin the block."""
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> bool:
-        """Suppress the error if kvledger may go on without it."""
+        """Suppress the block's error, unless `raise_if_unstoppable` raises it again."""
         if error is not None:
             raise_if_unstoppable(error)
         return True
 
 
 def _is_of_signal_handler(error: BaseException) -> bool:
-    """Whether the error passed through a function that is installed as a signal handler.
+    """Whether a function that is installed as a signal handler raised the error, directly or in a function it called.
 
-    A handler that installs another one before it raises is not recognised.
+    The function is not recognised if it installs another signal handler before it raises.
     """
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _code_of(handler: object) -> CodeType | None:
-    """Return the code that Python enters when it calls a handler; None if it is not written in Python."""
+    """Return the code that Python runs when it calls a signal handler; None if the handler is not written in Python."""
     while isinstance(handler, partial | MethodType):
         handler = handler.func if isinstance(handler, partial) else handler.__func__
     if not isinstance(handler, FunctionType):  # a callable object
@@ -65,7 +66,7 @@ def _code_of(handler: object) -> CodeType | None:
 
 
 def described(error: BaseException) -> str:
-    """Return the error's class and message for people; only the class if the message cannot be read."""
+    """Return the error's class and message for people. If reading the message raises, return only the class."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException as again:  # noqa: BLE001 -- its class is somebody else's code, too
@@ -74,22 +75,23 @@ def described(error: BaseException) -> str:
 
 
 class QuotesNothing(Exception):
-    """Base of kvledger's own errors whose messages quote nothing of a request, so that a log may contain them."""
+    """Base of kvledger's own errors whose messages quote nothing of a request. A log may contain these messages."""
 
 
 _OWN_FOLDER = __file__.rpartition("/")[0] + "/"
 _MAX_MESSAGE = 200
-"""Characters of a message that a log contains at most."""
+"""Largest number of characters of an error message that a log contains."""
 
 
 def without_secrets(error: BaseException, *, of_extension: bool = False) -> str:
-    """Return the error's class and the line that raised it, and the message of a `QuotesNothing`.
+    """Return the error's class and the line that raised it. If it is a `QuotesNothing`, add its message.
 
-    Other messages are left out, because they may quote prompts and salts.
+    The messages of other errors are left out, because they may quote prompts and salts.
 
     Args:
         error: what was raised.
-        of_extension: whether to name the innermost line outside of `kvledger.lifecycle`, which is the extension's own.
+        of_extension: whether an extension's code raised. Then the innermost line outside of `kvledger.lifecycle` is
+            named, which is a line of the extension.
     """
     own = error.args if isinstance(error, QuotesNothing) else ()
     message = "".join(f": {text[:_MAX_MESSAGE]}" for text in own[:1] if type(text) is str)

@@ -1,17 +1,17 @@
 """The events that a log can contain.
 
 An *observation* is what the connector saw: a hook call of vLLM or the report of a worker. A *decision* is what kvledger
-did about it; its `cause` is the sequence number of the observation. Decisions follow from the observations alone, so
-replay can make them again with today's code. An observation names a request by its id and is about its present life; a
-decision names the life.
+did because of an observation; its `cause` is the sequence number of that observation. Decisions follow from the
+observations alone, so a replay can make them again with today's code. An observation names a request id and is about
+the current life of that id. A decision also names the ordinal of the life.
 
 Rules for this file
   1. An event has plain values: ints, strings, bytes, booleans and tuples of them. It refers to no object of vLLM.
   2. No token ids, prompts or salts. Chunk keys are hashes that already contain the salt.
-  3. The wire format (`codec.py`) is the wire code (`tag`) and the order of the fields; the order of the classes does
-     not matter. You may append a field with a default to a released event. Any other change of its fields needs the
-     next version and an upcaster.
-  4. `time_ns` is monotonic time since the log was opened. Time enters the core only here.
+  3. The wire format (`codec.py`) depends on the wire code (`tag`) and the order of the fields, not on the order of the
+     classes. You may append a field with a default to a released event. Any other change of its fields needs the next
+     version of the event and an upcaster.
+  4. `time_ns` is monotonic time since the log was opened. Time enters the core only through this field.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvledger.lifecycle.ranges import (
 
 
 class Variants(NamedTuple):
-    """Two triggers of one event, one for each value of a field."""
+    """The two triggers of an event. The value of one field decides which of them applies."""
 
     field: str
     if_set: str
@@ -55,22 +55,22 @@ class Variants(NamedTuple):
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of all events: a stable id, a version, its kind (observation or decision) and its wire code (`tag`).
+    """Base of all events. Each class has a stable id, a version, a kind (observation or decision) and a wire code.
 
-    A `msgspec.Struct`, so that msgspec decodes logs directly into events.
+    The wire code is `tag`. Events are of type `msgspec.Struct`, so that msgspec decodes logs directly into events.
     """
 
     id: ClassVar[str]
     version: ClassVar[int]
     is_decision: ClassVar[bool]
     handler_method: ClassVar[str]
-    """The state handlers' method for this event: the class name in snake case."""
+    """Name of the state handlers' method for this event: the class name in snake case."""
     variants: ClassVar[Variants | None] = None
-    """Its triggers in the tables; None if there is only one."""
+    """The event's two triggers in the transition tables; None if its id is the only trigger."""
 
 
 class RequestEvent(Event, frozen=True):
-    """An event about one request; the transition tables have rows for these."""
+    """An event about one request. Such events can have rows in the transition tables."""
 
     request_id: str
 
@@ -78,8 +78,8 @@ class RequestEvent(Event, frozen=True):
 class RequestDecision(RequestEvent, frozen=True):
     """A decision about one life of a request.
 
-    An id may be used again, an ordinal is unique. The generation counts how often the life lost what it had computed. A
-    decision that settles a job names the generation of that job.
+    A request id may be used again, an ordinal is unique. The generation counts how often the life has lost computed
+    tokens. A decision that settles a job has the same generation as the decision that issued the job.
     """
 
     ordinal: Ordinal
@@ -87,14 +87,14 @@ class RequestDecision(RequestEvent, frozen=True):
 
 
 NOT_RECORDED = -1
-"""A number that is not in the log: an older kvledger wrote it, or an embedder does not know it."""
+"""Replaces a number that the log lacks: an older kvledger wrote the log, or the embedding program lacks the number."""
 
 NO_LIFE = -1
-"""Ordinal and generation in a decision about no request, or about an unknown one."""
+"""Ordinal and generation in a decision about no request, or about an unknown request."""
 NO_SLOT = -1
-"""Slot of a page that is not stored, because its window has left it."""
+"""Slot of a page that is not copied or not stored, because the group's window has left the page."""
 NULL_BLOCK = 0
-"""vLLM's null block. In the table of a group with a window it replaces a block that is not kept."""
+"""Id of vLLM's null block. In the table of a group with a window, it replaces blocks that vLLM does not keep."""
 
 _EventClass = TypeVar("_EventClass", bound=type[Event])
 
@@ -105,12 +105,12 @@ def field_names(event_class: type[Event]) -> tuple[str, ...]:
 
 
 def wire_code(event_class: type[Event]) -> int:
-    """Return the number that identifies the class in new frames."""
+    """Return the number that identifies the class in frames that this kvledger writes."""
     return cast("int", event_class.__struct_config__.tag)
 
 
 def trigger_of(event: Event) -> str:
-    """Return the trigger of an event: its id, or `id/variant` if it has variants."""
+    """Return the trigger of an event: its id, or `id/variant` if its class has variants."""
     variants = event.variants
     if variants is None:
         return event.id
@@ -141,7 +141,10 @@ def _declare(
 def observation(
     event_id: str, *, version: int = 1, variants: tuple[str, str, str] | None = None
 ) -> Callable[[_EventClass], _EventClass]:
-    """Declare an event that records what the connector saw. `variants`: (field, variant if set, variant if not)."""
+    """Declare an event that records what the connector saw.
+
+    `variants`: (field, variant if the field is true or not 0, variant otherwise).
+    """
     return _declare(event_id, version, variants, is_decision=False)
 
 
@@ -157,12 +160,13 @@ def decision(
 
 @observation("request.arrived")
 class RequestArrived(RequestEvent, frozen=True, tag=0):
-    """vLLM accepted a request (`on_new_request`). `ordinal` names this life of the id inside the log.
+    """vLLM accepted a request (`on_new_request`). `ordinal` is the number of this life of the request id in the log.
 
-    `trace_parent` is the caller's span in a distributed trace: 16 bytes of trace id and 8 bytes of span id; empty if
-    there is none. `skips_prefix_cache`: vLLM uses no cached tokens for the request
-    (`Request.skip_reading_prefix_cache`), for example because it asks for log probabilities of the prompt. `is_salted`:
-    it has a `cache_salt`, so it shares no key with requests that have another salt or none.
+    `trace_parent` is the caller's span in a distributed trace: 16 bytes of trace id and 8 bytes of span id. It is empty
+    if the request belongs to no trace. `skips_prefix_cache`: whether vLLM uses no cached tokens for the request
+    (`Request.skip_reading_prefix_cache`), for example because the request asks for log probabilities of the prompt.
+    `is_salted`: whether the request has a `cache_salt`. It then shares no chunk key with a request that has another
+    salt or no salt.
     """
 
     ordinal: LifeOrdinal
@@ -175,12 +179,12 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
 
 @observation("chunk.keys_observed")
 class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
-    """The keys of the chunks from `first_chunk` on. They replace all keys known from there on.
+    """The keys of the request's chunks from `first_chunk` on. They replace all known keys from `first_chunk` on.
 
-    The audit checks them with `hash_prefixes`: for each chunk, the first 4 bytes of vLLM's hash
-    (`Request.block_hashes`) of the last block that ends within the chunk or before it. Zeros: there is no such block.
-    Empty: not recorded. `are_block_hashes`: whether each key must be that hash itself, truncated, or another one that
-    covers more.
+    Audits check the keys with `hash_prefixes`. For each chunk this has the first 4 bytes of vLLM's hash
+    (`Request.block_hashes`) of the last block that ends within the chunk or before it; zeros if there is no such block.
+    `hash_prefixes` is empty if it was not recorded. `are_block_hashes`: whether each key must be vLLM's hash of that
+    block, truncated. If not, each key must be a different hash, which covers more.
     """
 
     first_chunk: ChunkNumber
@@ -193,7 +197,7 @@ class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
 class LookupRequested(RequestEvent, frozen=True, tag=2):
     """The scheduler asks how many tokens can be loaded (`get_num_new_matched_tokens`).
 
-    `num_computed_tokens` is vLLM's own prefix hit for *this* call, `num_tokens` counts prompt and output.
+    `num_computed_tokens` is the hit of vLLM's own prefix cache in this call. `num_tokens` counts prompt and output.
     """
 
     num_computed_tokens: NumTokens
@@ -203,7 +207,10 @@ class LookupRequested(RequestEvent, frozen=True, tag=2):
 
 @observation("blocks.allocated")
 class BlocksAllocated(RequestEvent, frozen=True, tag=3):
-    """vLLM allocated blocks to the request (`update_state_after_alloc`). `block_ids` are all of its blocks now."""
+    """vLLM allocated blocks to the request (`update_state_after_alloc`).
+
+    `block_ids` are all blocks that the request has after the allocation.
+    """
 
     block_ids: tuple[BlockId, ...]
     num_external_tokens: NumTokens
@@ -212,7 +219,7 @@ class BlocksAllocated(RequestEvent, frozen=True, tag=3):
 
 @observation("blocks.observed")
 class BlockTableObserved(RequestEvent, frozen=True, tag=4):
-    """The scheduler's block table, recorded because it differs from the one that follows from the log."""
+    """The scheduler's block table of the request. Recorded if it differs from the table that follows from the log."""
 
     block_ids: tuple[BlockId, ...]
     time_ns: TimeNs
@@ -222,8 +229,8 @@ class BlockTableObserved(RequestEvent, frozen=True, tag=4):
 class RequestPreempted(RequestEvent, frozen=True, tag=5):
     """vLLM preempted the request and freed its blocks.
 
-    The KV of the first `num_settled_tokens` tokens was certainly in the blocks by then. `num_tokens` counts prompt and
-    output. `blocks_zeroed`: vLLM may zero the blocks before they can be copied.
+    At that time, the KV of the first `num_settled_tokens` tokens was certainly in the blocks. `num_tokens` counts
+    prompt and output. `blocks_zeroed`: whether vLLM may zero the blocks before they can be copied.
     """
 
     num_settled_tokens: NumTokens
@@ -236,7 +243,10 @@ class RequestPreempted(RequestEvent, frozen=True, tag=5):
 
 @observation("session.continued", variants=("num_computed_tokens", "part", "all"))
 class SessionContinued(RequestEvent, frozen=True, tag=6):
-    """The next turn of a streaming session: vLLM keeps the blocks, cuts the tokens and appends new ones."""
+    """The next turn of a streaming session begins.
+
+    vLLM keeps the request's blocks and its computed tokens, drops its other tokens, and appends new tokens.
+    """
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
@@ -254,9 +264,9 @@ class TokensRolledBack(RequestEvent, frozen=True, tag=7):
 
 @observation("request.finished")
 class RequestFinished(RequestEvent, frozen=True, tag=8):
-    """vLLM will not schedule the request again (`request_finished`). `status` is vLLM's name for how it ended.
+    """vLLM will not schedule the request again (`request_finished`). `status` is vLLM's name for how the request ended.
 
-    `blocks_zeroed` as in `request.preempted`.
+    `blocks_zeroed`: whether vLLM may zero the request's blocks before they can be copied.
     """
 
     status: str
@@ -267,30 +277,30 @@ class RequestFinished(RequestEvent, frozen=True, tag=8):
     num_in_flight_tokens: NumTokens = NOT_RECORDED
     """Computed tokens of steps whose output the engine had not processed yet."""
     num_computed_tokens: NumTokens = NOT_RECORDED
-    """The engine's own count. Below the count of the steps if drafts were rejected or a load failed since."""
+    """Computed tokens as vLLM counts them. The log's steps computed more if drafts were rejected or a load failed."""
 
 
 # --- Observations: the engine ------------------------------------------------------------------
 
 
 class SettledTokens(NamedTuple):
-    """Settled tokens of a request with chunks to save, as recorded by a step."""
+    """An entry of `StepScheduled.settled`: the settled tokens of one request that has chunks to save."""
 
     ordinal: Ordinal
     first_chunk: ChunkNumber
-    """The first chunk that was not handled yet."""
+    """The first chunk that may need a save. Earlier chunks were saved or declined before."""
     num_settled_tokens: NumTokens
-    """Tokens of steps whose output was processed; without windows, at most those of chunks whose keys are known."""
+    """Tokens of steps whose output vLLM has processed. Without windows, only tokens of chunks with known keys count."""
     num_in_flight_tokens: NumTokens = NOT_RECORDED
-    """Computed tokens of steps whose output was not processed yet."""
+    """Computed tokens of steps whose output vLLM has not processed yet."""
 
 
 @observation("step.scheduled")
 class StepScheduled(Event, frozen=True, tag=9):
     """One engine step (`build_connector_meta`), written as its difference from the expected step.
 
-    A *steady* request decoded one token in its last step and is expected to decode one more. A step in which every
-    request does so takes a few bytes.
+    A *steady* request decoded one token in its last step and is expected to decode one more. A step takes a few bytes
+    if each of its requests is steady and decodes one token.
     """
 
     step: Step
@@ -302,14 +312,14 @@ class StepScheduled(Event, frozen=True, tag=9):
     paused: tuple[Ordinal, ...]
     """Ordinals of steady requests that are not in the step."""
     extended: tuple[tuple[Ordinal, tuple[BlockId, ...]], ...]
-    """(ordinal, block ids appended to its table)."""
+    """(ordinal, block ids) of each request to whose block table vLLM has appended these blocks."""
     settled: tuple[SettledTokens, ...]
-    """(ordinal, first chunk not handled, num_settled_tokens, num_in_flight_tokens) of requests with chunks to save."""
+    """(ordinal, first chunk to save, settled tokens, tokens in flight) of each request with chunks to save."""
     time_ns: TimeNs
 
 
 class Withheld(enum.StrEnum):
-    """Why the connector reports a job as failed instead of the workers."""
+    """Why the connector itself reports a job as failed, without a report of the workers."""
 
     UNWRITTEN = "unwritten"
     """The event log could not be written, so a crash would leave no trace of the job."""
@@ -318,28 +328,28 @@ class Withheld(enum.StrEnum):
     HOOK_FAILED = "hook_failed"
     """A hook failed before the job was handed to the workers."""
     OVERDUE = "overdue"
-    """No worker reported it in time, and kvledger no longer decides anything."""
+    """The workers did not report the job in time, and kvledger no longer decides anything."""
 
 
 @observation("transfer.reported")
 class TransferReported(Event, frozen=True, tag=10):
-    """Ranks reported the result of a copy. They are named, so a rank that reports twice counts once."""
+    """Ranks reported the result of a copy. The event names these ranks, so a rank that reports twice counts once."""
 
     job_ids: tuple[JobId, ...]
-    """Jobs that were copied together, with one result: the saves of a step, or one job."""
+    """Jobs that were copied together and have one result: the saves of a step, or a single job."""
     ranks_done: tuple[Int64, ...]
     ranks_failed: tuple[Int64, ...]
     is_repeated: bool
-    """Whether the workers were asked to report again. The job may be settled already."""
+    """Whether kvledger asked the workers to report the jobs again. The jobs may be settled already."""
     num_bytes: tuple[NumBytes, ...]
-    """Bytes of each job, over all ranks."""
+    """Bytes copied for each job: the sum over the ranks of this event."""
     duration_ns: DurationNs
     error: str
     withheld: str
-    """Why the connector reports instead of the workers (`Withheld`); usually empty."""
+    """Why the connector itself reports the job, one of `Withheld`; empty if the workers reported."""
     time_ns: TimeNs
     moments: tuple[Int64, ...] = ()
-    """When these ranks began and ended the copy (`CopyMoments.as_fields`); empty if not recorded."""
+    """When these ranks began and ended the copy (`CopyMoments.as_fields`); empty if this was not recorded."""
 
     @classmethod
     def by(cls, ranks: Iterable[int], job_id: int, time_ns: int, *, error: str = "") -> TransferReported:
@@ -358,14 +368,14 @@ class LoadErrorsObserved(Event, frozen=True, tag=11):
 
 @observation("cache.reset")
 class CacheReset(Event, frozen=True, tag=12):
-    """The connector's cache was reset (`reset_cache`), for example after new weights: all that is cached is stale."""
+    """The connector's cache was reset (`reset_cache`), for example after a change of weights. All saved KV is stale."""
 
     time_ns: TimeNs
 
 
 @observation("hook.failed")
 class HookFailed(Event, frozen=True, tag=13):
-    """A hook of kvledger raised. vLLM got a safe answer instead.
+    """A hook of kvledger raised an error. vLLM got a safe answer from the hook.
 
     If `request_id` is empty, the failure affects the whole step and every request that holds blocks.
     """
@@ -377,7 +387,7 @@ class HookFailed(Event, frozen=True, tag=13):
 
 
 CORRUPT = "LedgerCorrupt"
-"""Prefix of the error of a `HookFailed` after which nothing is decided, because a fold failed."""
+"""Beginning of `HookFailed.error` if a fold failed. After such an event, kvledger decides nothing."""
 
 
 # --- Decisions: lookups and loads --------------------------------------------------------------
@@ -389,15 +399,15 @@ class MissReason(enum.StrEnum):
     COMPLETE = "complete"
     """Every whole chunk of the request's tokens is in the host pool."""
     MISSING = "missing"
-    """The next chunk is not in the host pool. The log shows whether it was ever saved, and why it left."""
+    """The next chunk is not in the host pool. The log shows whether that chunk was ever saved, and why it left."""
     SAVING = "saving"
     """The first missing chunk is being saved."""
     WINDOW = "window"
-    """At every later boundary, a sliding window sees a page that was not saved."""
+    """At every later place where a load could end, a sliding window needs a page that was not saved."""
     SLOWER = "slower"
-    """Measured while serving: loading the tokens takes longer than computing them."""
+    """According to measurements while serving, loading the tokens takes longer than computing them."""
     LOAD_FAILED = "load_failed"
-    """Its last load failed, so it must compute before it is offered another one."""
+    """The request's last load failed. It must compute tokens before it is offered another load."""
     QUARANTINED = "quarantined"
     RECORDED = "recorded"
     """Another connector answered; the log does not contain its reason."""
@@ -412,7 +422,8 @@ class LookupAnswered(RequestDecision, frozen=True, tag=14):
     num_hit_tokens: Int64
     num_external_tokens: Int64
     is_async: bool
-    """Whether the request waits for the load outside of the steps. If not, the step waits for it."""
+    """Whether the load is asynchronous, so that the request is in no step until the load is over. If not, the request's
+    next step waits for the load."""
     miss_reason: str
     """Why the hit ends; one of `MissReason`."""
     cause: Sequence
@@ -420,18 +431,18 @@ class LookupAnswered(RequestDecision, frozen=True, tag=14):
 
 @decision("lookup.deferred")
 class LookupDeferred(RequestDecision, frozen=True, tag=15):
-    """The scheduler was asked to repeat the lookup later, because of the copy `job_id`.
+    """The scheduler was asked to repeat the lookup later, because the copy `job_id` is in flight.
 
-    The copy saves what the request lost, or loads the same chunks for another request. With sliding windows it may be
-    any other request's load, because only one runs at a time.
+    This copy saves tokens that the request could load, or loads the same chunks for another request. With sliding
+    windows it may be any load of another request, because only one load runs at a time.
     """
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
     job_id: JobId
     num_deferred: Count
-    """How often in a row, including this time: at most `LedgerConfiguration.max_deferred_lookups`. Waiting for one load
-    of another request counts once."""
+    """Number of consecutive deferrals, including this one: at most `LedgerConfiguration.max_deferred_lookups`. All
+    deferrals for one load of the same chunks by another request count as one."""
     cause: Sequence
 
 
@@ -439,7 +450,7 @@ class LookupDeferred(RequestDecision, frozen=True, tag=15):
 class LoadIssued(RequestDecision, frozen=True, tag=16):
     """Host slots are copied into the request's blocks, page by page, before the step's forward pass.
 
-    With `is_async` the copy runs outside of the steps, and the request is in no step until it is settled.
+    With `is_async` the copy runs outside of the steps, and the request is in no step until the copy is settled.
     """
 
     job_id: JobId
@@ -461,7 +472,7 @@ class LoadCompleted(RequestDecision, frozen=True, tag=17):
 
 @decision("load.failed")
 class LoadFailed(RequestDecision, frozen=True, tag=18):
-    """A rank could not load. The chunks are tainted; the scheduler recomputes the tokens or fails the request."""
+    """A rank could not load the pages. Their chunks are tainted. vLLM recomputes the tokens or fails the request."""
 
     job_id: JobId
     error: str
@@ -473,10 +484,10 @@ class LoadFailed(RequestDecision, frozen=True, tag=18):
 
 @decision("save.issued")
 class SaveIssued(RequestDecision, frozen=True, tag=19):
-    """Pages of blocks are copied to host slots: `block_ids[i]` to `slots[i]`.
+    """Pages are copied from blocks to host slots: from `block_ids[i]` to `slots[i]`.
 
-    With `before_forward` the blocks are already free, so the copy precedes the step's forward pass. With `is_async` it
-    may outlast the step; the request keeps the blocks until the copy is done or a step waits for it.
+    With `before_forward` the blocks are already free, so the copy precedes the step's forward pass. With `is_async` the
+    copy may outlast the step. The request then keeps the blocks until the copy is done or a step waits for the copy.
     """
 
     job_id: JobId
@@ -490,10 +501,10 @@ class SaveIssued(RequestDecision, frozen=True, tag=19):
 
 @decision("tail.save_issued")
 class TailSaveIssued(RequestDecision, frozen=True, tag=20):
-    """The tail, a preempted request's partly filled last chunk, is copied out before the step's forward pass.
+    """The tail of a preempted request is copied to host slots before the step's forward pass.
 
-    It has `num_tokens` tokens from the end of the whole chunks, `first_token`. Only this life may load it. `generation`
-    is the one that computed the blocks.
+    The tail begins at `first_token`, where the whole chunks end, and has `num_tokens` tokens. Only this life may load
+    it. `generation` is the generation that computed the tail.
     """
 
     job_id: JobId
@@ -506,7 +517,7 @@ class TailSaveIssued(RequestDecision, frozen=True, tag=20):
 
 @decision("save.completed")
 class SaveCompleted(RequestDecision, frozen=True, tag=21):
-    """Every rank has saved. From now on, lookups find the chunks of the job."""
+    """Every rank has saved its part of the pages. From now on, lookups find the chunks of the job."""
 
     job_id: JobId
     cause: Sequence
@@ -514,9 +525,10 @@ class SaveCompleted(RequestDecision, frozen=True, tag=21):
 
 @decision("save.failed", variants=("quiet", "quiet", "silent"))
 class SaveFailed(RequestDecision, frozen=True, tag=22):
-    """A save failed. Its slots are free again if every rank is known to be `quiet`.
+    """A save failed.
 
-    If it was given up without a report, a rank may still write them. They are used again after every rank has reported.
+    `quiet`: whether no rank writes the save's slots any more, so that the slots are free again. If not, kvledger gave
+    up the save before every rank had reported it. The slots are then free when every rank has reported.
     """
 
     job_id: JobId
@@ -531,7 +543,7 @@ UNFILLED = "unfilled"
 
 @decision("save.declined")
 class SaveDeclined(RequestDecision, frozen=True, tag=23):
-    """Settled chunks were not saved. `reason`: `pool_full`, or `unfilled`: a load into the request's blocks failed."""
+    """Settled chunks were not saved. `reason`: `pool_full`, or `unfilled` (a load into the request's blocks failed)."""
 
     first_chunk: ChunkNumber
     num_chunks: ChunkNumber
@@ -541,10 +553,10 @@ class SaveDeclined(RequestDecision, frozen=True, tag=23):
 
 @decision("transfer.awaited", variants=("before_forward", "fence", "ask"))
 class TransferAwaited(RequestDecision, frozen=True, tag=24):
-    """Workers are reminded of a job in flight, and the next step waits for it.
+    """Workers are reminded of a job in flight, and the next step waits for the job.
 
-    With `before_forward`, because its blocks were taken. Else a rank has not reported it for too long, and all report
-    again.
+    `before_forward`: whether the reason is that the step may overwrite the job's blocks. Otherwise, the reason is that
+    a rank has not reported the job for too long, and all ranks report the job again.
     """
 
     job_id: JobId
@@ -554,7 +566,7 @@ class TransferAwaited(RequestDecision, frozen=True, tag=24):
 
 @decision("blocks.held")
 class BlocksHeld(RequestDecision, frozen=True, tag=25):
-    """`request_finished` answered True: vLLM keeps the blocks as long as a copy reads them."""
+    """`request_finished` answered True: vLLM keeps the request's blocks as long as a copy reads them."""
 
     cause: Sequence
 
@@ -564,7 +576,7 @@ class ChunksEvicted(Event, frozen=True, tag=26):
     """Chunks were evicted from the host pool to make room for a save."""
 
     keys: tuple[bytes, ...]
-    """In the order in which they leave."""
+    """Keys of the evicted chunks, in the order in which the chunks leave."""
     request_id: str
     """The request whose save needed the slots."""
     ordinal: Ordinal
@@ -585,7 +597,7 @@ class ChunksTainted(Event, frozen=True, tag=27):
 
 @decision("prefill.advanced")
 class PrefillAdvanced(RequestDecision, frozen=True, tag=28):
-    """Some known tokens are computed or in flight; the others are still to be scheduled."""
+    """Some of the request's known tokens are computed or in flight. The others wait for a later step."""
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
@@ -594,7 +606,7 @@ class PrefillAdvanced(RequestDecision, frozen=True, tag=28):
 
 @decision("prefill.completed")
 class PrefillCompleted(RequestDecision, frozen=True, tag=29):
-    """Every known token is computed or in flight."""
+    """Every known token of the request is computed or in flight."""
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
@@ -603,14 +615,14 @@ class PrefillCompleted(RequestDecision, frozen=True, tag=29):
 
 @decision("request.released")
 class RequestReleased(RequestDecision, frozen=True, tag=30):
-    """The ended request has no copy in flight. kvledger forgets it, and blocks held for it are freed."""
+    """The ended request has no copy in flight. kvledger forgets the request, and its kept blocks are freed."""
 
     cause: Sequence
 
 
 @decision("request.quarantined")
 class RequestQuarantined(RequestDecision, frozen=True, tag=31):
-    """The request gets no more hits and saves; it recomputes."""
+    """From now on, the request gets no hits and no saves. It computes its tokens."""
 
     reason: str
     cause: Sequence
@@ -622,7 +634,7 @@ class InvariantViolated(Event, frozen=True, tag=32):
 
     rule: str
     request_id: str
-    """Empty if no single request is concerned; ordinal and generation are then `NO_LIFE`."""
+    """Request that broke the rule. Empty if it is no single request; `ordinal` and `generation` are then `NO_LIFE`."""
     ordinal: Ordinal
     generation: Generation
     detail: str
@@ -638,19 +650,19 @@ class LogNote(Event, frozen=True, tag=33):
 
 
 SHUT_DOWN = "connector shut down"
-"""The last note of a connector that was shut down."""
+"""Text of the last note that a connector writes when it is shut down."""
 DECLINED = "declined: "
-"""Prefix of the note that the connector does not serve the model; the reason follows."""
+"""Beginning of the note that the connector does not serve the model. The reason follows."""
 LOG_BEFORE = "the log before, "
-"""Prefix of the note that the previous log was not closed or is incomplete."""
+"""Beginning of the note that the previous log was not closed or is incomplete."""
 
 
 @observation("window.left")
 class WindowLeft(RequestEvent, frozen=True, tag=34):
     """vLLM frees blocks that the request's sliding windows have left. Recorded before a step or the request's end.
 
-    Before this event, vLLM had freed only the blocks that no window saw at `num_settled_tokens` settled tokens. Blocks
-    freed now are intact until the step's forward pass. Recorded only if the request was in the previous step.
+    Earlier, vLLM had freed only the blocks that no window saw at `num_settled_tokens` settled tokens. Blocks that vLLM
+    frees now are intact until the step's forward pass. Recorded only if the request was in the previous step.
     """
 
     num_settled_tokens: NumTokens
@@ -663,7 +675,7 @@ class WindowLeft(RequestEvent, frozen=True, tag=34):
 class DecisionWithheld(Event, frozen=True, tag=35):
     """A decision was not carried out: vLLM got the safe answer, or a job was not handed to the workers.
 
-    `rule` is the rule that it would have broken; empty if the log could not be written.
+    `rule` is the rule that the decision would have broken; empty if the log could not be written.
     """
 
     request_id: str
@@ -676,12 +688,13 @@ class DecisionWithheld(Event, frozen=True, tag=35):
 class EffectsDelivered(Event, frozen=True, tag=39):
     """Pending jobs and notifications were delivered. Recorded only if there were any.
 
-    An *end* notifies vLLM that an asynchronous load has ended or that kept blocks are free. Workers get jobs,
-    reminders, blocks, and the ends that they report to vLLM. kvledger itself reports the other ends.
+    An *end* notifies vLLM that an asynchronous load is over or that kept blocks are free. The workers get jobs,
+    reminders, blocks to report as not filled, and the ends that they report to vLLM. kvledger itself reports the other
+    ends.
     """
 
     job_ids: tuple[JobId, ...]
-    """Jobs given to the workers. A job goes out with its own step or never."""
+    """Jobs given to the workers. The workers get a job with its own step or never."""
     awaited: tuple[JobId, ...]
     """Jobs that the workers were reminded of."""
     block_ids: tuple[BlockId, ...]
@@ -700,7 +713,8 @@ class EffectsDelivered(Event, frozen=True, tag=39):
 class LoadRefused(Event, frozen=True, tag=40):
     """vLLM claimed offered tokens, but no load is issued: a hook of kvledger failed, or no load was decided.
 
-    An asynchronous load is reported as failed. For a load within the step, these blocks are reported as not filled.
+    If the answer offered an asynchronous load, kvledger reports that load as failed. If the load was to run within a
+    step, kvledger reports the blocks `block_ids` as not filled.
     """
 
     request_id: str
@@ -713,7 +727,10 @@ class LoadRefused(Event, frozen=True, tag=40):
 
 @observation("extension.observed")
 class ExtensionObserved(RequestEvent, frozen=True, tag=36):
-    """An extension's own observation about one request. `payload`: the fields of its event `name`, as msgpack."""
+    """An extension's own observation about one request.
+
+    `payload`: the fields of the extension's event `name`, as msgpack.
+    """
 
     extension: str
     name: str
@@ -724,7 +741,10 @@ class ExtensionObserved(RequestEvent, frozen=True, tag=36):
 
 @decision("extension.decided")
 class ExtensionDecided(RequestDecision, frozen=True, tag=37):
-    """An extension's own decision, by one of its handlers. `payload`: the fields of its event `name`, as msgpack."""
+    """An extension's own decision, by one of its handlers.
+
+    `payload`: the fields of the extension's event `name`, as msgpack.
+    """
 
     extension: str
     name: str
@@ -735,10 +755,10 @@ class ExtensionDecided(RequestDecision, frozen=True, tag=37):
 
 @decision("extension.stopped")
 class ExtensionStopped(Event, frozen=True, tag=38):
-    """Code of an extension raised. From this event on, the extension decides, folds and keeps nothing.
+    """Code of an extension raised an error. From this event on, the extension decides, folds and keeps nothing.
 
-    Its projections return to their first state, and requests leave its sub-states. Readers do the same, even if their
-    version of the extension does not raise.
+    Its projections return to their first state, and requests leave its sub-states. Readers stop the extension too, even
+    if their version of it does not raise.
     """
 
     extension: str
@@ -746,8 +766,8 @@ class ExtensionStopped(Event, frozen=True, tag=38):
     where: str
     """The code that raised: a method of a handler, a projection, or `keeps`."""
     error: str
-    """Class of the error and the line of the extension that raised it. If a decision was refused, also why; no other
-    message, because it may quote anything."""
+    """Class of the error, and the line of the extension that raised it. If a decision was refused, also the reason.
+    Other messages are left out, because they may quote a request."""
     cause: Sequence
 
 
@@ -772,9 +792,9 @@ ExtensionEvent = ExtensionObserved | ExtensionDecided | ExtensionNoted
 class PagesDigested(Event, frozen=True, tag=42):
     """A worker has hashed whole blocks, before a save or after a load.
 
-    `digests[i]` is the hash of block `first_block + i` of the request's table over its bytes in all layers of the
-    group: 64 bits, signed. `stored[i]` is that of the page in host memory before the load; empty for a save, or if not
-    hashed.
+    `digests[i]` is a signed 64-bit hash of block `first_block + i` of the request's table, over the block's bytes in
+    all layers of the group. `stored[i]` is the hash of the same page in host memory before the load. `stored` is empty
+    for a save, or if the pages in host memory were not hashed.
     """
 
     request_id: str
@@ -791,16 +811,16 @@ class PagesDigested(Event, frozen=True, tag=42):
 
 @observation("end.refused")
 class EndRefused(Event, frozen=True, tag=43):
-    """Another connector reported an end too early, and kvledger removed it before vLLM acted on it.
+    """Another connector reported an end too early. kvledger removed this end before vLLM acted on it.
 
-    Under `MultiConnector` every child may report ends of any request, and vLLM cannot see which child did. It would use
-    or free blocks that a copy still fills or reads, or an assertion would fail (`v1/core/sched/scheduler.py`,
-    _update_from_kv_xfer_finished, 0.32).
+    Under `MultiConnector` every child may report ends of any request, and vLLM cannot see which child reported. vLLM
+    would use blocks that a copy is filling, or free blocks that a copy is reading, or one of its assertions would fail
+    (`v1/core/sched/scheduler.py`, _update_from_kv_xfer_finished, 0.32).
     """
 
     request_id: str
     ordinal: Ordinal
-    """Ordinal of the life; `NO_LIFE` if kvledger has no pending end of it."""
+    """Ordinal of the life of which kvledger has a pending end; `NO_LIFE` if it has none for this request id."""
     field: str
     """Field of vLLM's `KVConnectorOutput`: `finished_recving` or `finished_sending`."""
     time_ns: TimeNs
@@ -810,9 +830,10 @@ class EndRefused(Event, frozen=True, tag=43):
 class PrefixCacheReset(Event, frozen=True, tag=44):
     """vLLM reset its own prefix cache, but not the connector (`reset_prefix_cache()`).
 
-    Saved chunks can still be loaded, which is wrong if the weights have changed. After a change of weights call
-    `reset_prefix_cache(reset_connector=True)`, which is recorded as `cache.reset`. vLLM calls no hook, so this is
-    recorded in the next one, after the preemptions that came with the reset. A reset that vLLM refuses is not recorded.
+    kvledger goes on loading saved chunks, which is wrong if the weights have changed. After a change of weights call
+    `reset_prefix_cache(reset_connector=True)`, which is recorded as `cache.reset`. vLLM calls no hook for this reset,
+    so kvledger records it in the next hook, after the preemptions that came with the reset. A reset that vLLM refuses
+    is not recorded.
     """
 
     time_ns: TimeNs
@@ -822,62 +843,67 @@ class PrefixCacheReset(Event, frozen=True, tag=44):
 class StepReported(Event, frozen=True, tag=45):
     """Ranks sent the output of a step that has something to report.
 
-    That is copies that it waits for or that were asked after, ends, or blocks that no copy fills. The event follows the
-    reports in that output, so a copy that is missing among them was not made.
+    A step has to report copies that it waits for, copies that kvledger asked about, ends, and blocks that no copy
+    fills. The event comes after the reports of that output. A copy that is neither in these reports nor in `under_way`
+    was not made.
     """
 
     delivered: Sequence
     """Sequence number of the step's `EffectsDelivered`."""
     ranks: tuple[Int64, ...]
     under_way: tuple[JobId, ...]
-    """Copies that have begun and are not over. Everything given to the device later runs after them."""
+    """Jobs whose copies have begun and are not over. Work that the device gets later runs after these copies."""
 
 
 class Difference(enum.StrEnum):
-    """How a hook and the log differed, in `HooksExchanged`."""
+    """How a hook and the log differed: the first item of an entry of `HooksExchanged.differences`.
+
+    The entry's second item is a number: the ordinal of the life, unless the difference below names another number.
+    """
 
     ARRIVAL = "arrival"
-    """The log lacks the arrival of a request. Number: -1."""
+    """The log lacks the arrival of a request. The number is -1."""
     ANSWER = "answer"
-    """A lookup was not answered as decided. Number: the life's ordinal, as for those up to `END`."""
+    """A lookup was not answered as decided."""
     SAFE_ANSWER = "safe answer"
     """A lookup was answered with 0 tokens instead of what was decided."""
     ALLOCATION = "allocation"
     """The log lacks an allocation, or has another number of tokens for it."""
     FINISH = "finish"
-    """The answer at a request's end is not the one decided, or the log lacks the end."""
+    """`request_finished` was not answered as decided, or the log lacks the request's end."""
     OPEN = "open"
-    """vLLM has finished the request, and the log lacks the end."""
+    """vLLM has finished the request without calling `request_finished`, so the log lacks the request's end."""
     END = "end"
-    """An end reported to vLLM, or by the workers, differs from the log."""
+    """An end differs from the log: as given to the workers, as reported by them, or as vLLM got it."""
     JOB = "job"
-    """A copy was not handed to the workers as decided. Number: job id, as for the next two."""
+    """A copy was not handed to the workers as decided. The number is its job id."""
     REMINDER = "reminder"
-    """The workers were not asked about a copy as decided."""
+    """The workers were not asked about a copy as decided. The number is the copy's job id."""
     REPORT = "report"
-    """A report of a worker was not recorded as it arrived."""
+    """A report of a worker was not recorded as it arrived. The number is the job id of the reported copy."""
     BLOCK = "block"
-    """A block was not reported as not filled as decided. Number: block id, as for the next one."""
+    """The workers had to report another block as not filled than was decided. The number is a block id."""
     LOAD_ERROR = "load error"
-    """The log lacks a block that vLLM named as not filled, or has another one; or a rank reported a block to vLLM
-    without a failed load, or did not report it after one."""
+    """The log lacks a block that vLLM named as not filled, or has a block that vLLM did not name. Or a rank reported a
+    block to vLLM without a failed load, or did not report a block after a failed load. The number is the block id."""
     RESET = "reset"
-    """The answer to a reset differs from the log. Number: -1."""
+    """The answer to a reset differs from the log. The number is -1."""
     PENDING_WORK = "pending work"
-    """vLLM got the answer that no step is needed, although a copy is in flight. Number: its job id."""
+    """vLLM got the answer that no step is needed, although a copy is in flight. The number is the copy's job id."""
     PENDING_FREES = "pending frees"
-    """vLLM was asked to wait for blocks that no copy holds. Number: -1."""
+    """vLLM was asked to wait for kept blocks, but keeps none. The number is -1."""
     EDGE_FAILED = "edge failed"
-    """The comparison itself failed. Nothing is compared after this."""
+    """The comparison itself failed, and stops. The number is 0."""
 
 
 @observation("hooks.exchanged")
 class HooksExchanged(Event, frozen=True, tag=46):
-    """Counts of what left kvledger's hooks and what arrived in them since the last such event.
+    """Counts of the values that kvledger's hooks received and returned since the previous event of this kind.
 
-    Code that decides nothing counts where vLLM calls a hook and where the hook returns. What equals the log is counted,
-    what differs is in `differences`. Recorded before a step, at shutdown, and at once if something differs; not if
-    there is nothing to count, as in a step in which requests only decode.
+    Code that decides nothing looks at these values when vLLM calls a hook and when the hook returns. It counts the
+    values that equal the log, and puts the others into `differences`. The event is recorded before a step, at shutdown,
+    and at once if something differs. It is not recorded if there is nothing to count, as in a step in which requests
+    only decode.
     """
 
     num_arrivals: Count = 0
@@ -885,11 +911,11 @@ class HooksExchanged(Event, frozen=True, tag=46):
     num_answers: Count = 0
     """Lookups answered as decided, including deferred ones (`get_num_new_matched_tokens`)."""
     num_deferred: Count = 0
-    """Of these, the deferred ones, which vLLM repeats."""
+    """Deferred lookups among `num_answers`. vLLM repeats them."""
     num_async: Count = 0
-    """Of these answers, those with an asynchronous load."""
+    """Answers with an asynchronous load among `num_answers`."""
     num_tokens: Count = 0
-    """Tokens that these answers offer in total."""
+    """Tokens that the answers in `num_answers` offer in total."""
     num_allocations: Count = 0
     """Allocations (`update_state_after_alloc`)."""
     num_handed_out: Count = 0
@@ -899,15 +925,15 @@ class HooksExchanged(Event, frozen=True, tag=46):
     num_load_errors: Count = 0
     """Blocks that vLLM named as not filled."""
     num_received: Count = 0
-    """Ends of loads that kvledger added to the output that vLLM acts on."""
+    """Ends of loads that kvledger reported to vLLM (in the output of `update_connector_output`)."""
     num_finished: Count = 0
     """Ends of requests (`request_finished`)."""
     num_held: Count = 0
-    """Of these, those answered with True."""
+    """Ends of requests that were answered with True, so that vLLM keeps the blocks."""
     num_resets: Count = 0
     """Resets answered with True (`reset_cache`)."""
     differences: tuple[tuple[str, Int64, str], ...] = ()
-    """(a `Difference`; ordinal, job id or block id; what happened instead)."""
+    """(`Difference`, number, what happened instead). The `Difference` says what the number is."""
 
 
 _DECLARED = [

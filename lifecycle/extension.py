@@ -1,8 +1,9 @@
-"""Extensions: additions to a core, and how readers without their code handle such logs.
+"""Extensions: additions to a core. `Absent` lets a reader without an extension's code read its logs.
 
 An extension can have events, sub-states of the phases, handlers that are called after the existing ones, projections,
-rules, settings, and a say in what is evicted last. A row of a sub-state must lead to the same phase as its parent's
-row, so an extension cannot make an event legal or illegal. A log's header contains all data of its extensions.
+rules, and settings. It can also choose which chunks are evicted last. A row of a sub-state must lead to the phase to
+which the core's row for the same event leads, so an extension cannot make an event legal or illegal. The header of a
+log contains the data of its extensions.
 """
 
 from __future__ import annotations
@@ -27,68 +28,78 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model import AuditModel
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Names of extensions and their events. A trigger joins the two with a slash; ids of the core contain a dot."""
+"""Pattern for the names of extensions and of their events. "extension/event" is a trigger in the transition tables.
+
+The core's event ids cannot be confused with these triggers, because they contain a dot.
+"""
 
 
 class Extension:
-    """An addition to a core; derive from it. It must hold no state: that belongs in a projection."""
+    """Base class of an addition to a core. An extension must hold no state itself; keep state in a projection."""
 
     name: ClassVar[str] = ""
-    """Letters, digits, _ and -; required."""
+    """Required. It must consist of letters, digits, _ and -."""
     version: ClassVar[int] = 1
-    """Raise it whenever a reader of the previous version could misunderstand a log."""
+    """Increase it whenever the code of the previous version could misunderstand a log of the new version."""
     events: ClassVar[Mapping[str, type[msgspec.Struct]]] = {}
-    """Name → payload type, for observations and decisions."""
+    """Name of an event → type of its payload, for observations and decisions."""
     rows: ClassVar[tuple[SubRow, ...]] = ()
-    """Where requests enter and leave sub-states. A request that moves to another phase leaves its sub-state without a
+    """Transitions into and out of sub-states. A request that moves to another phase leaves its sub-state even without a
     row."""
     handlers: ClassVar[tuple[type[StateHandler], ...]] = ()
-    """Called after the handlers that their states already have."""
+    """Handlers that are called after the handlers that their states already have."""
     replaces: ClassVar[tuple[type[StateHandler], ...]] = ()
-    """Called instead of the core's handlers."""
+    """Handlers that are called instead of the core's handlers of their states."""
     leaves_out: ClassVar[Mapping[str, str]] = {}
-    """Rule of the core that cannot be checked with these → reason, or "" if the extension has a rule of that name."""
+    """Rule of the core that cannot be checked with the extension → reason; "" if the extension has its own rule of that
+    name."""
     projections: ClassVar[tuple[ProjectionSpec, ...]] = ()
-    """Folded after the existing ones."""
+    """Projections that fold after those that the core already has."""
     rules: ClassVar[Mapping[str, Callable[[AuditModel], Checker]]] = {}
-    """Rule → function that makes its checker."""
+    """Name of a rule → function that creates the rule's checker."""
     not_checked: ClassVar[Mapping[str, str]] = {}
-    """Rule of the extension that no log can decide → reason."""
+    """Rule of the extension that cannot be checked from a log → reason."""
     settings: ClassVar[Mapping[str, bool | int | float | str]] = {}
-    """Key → default."""
+    """Key of a setting → default value."""
 
     def keeps(self, projections: Projections, key: bytes) -> bool:
-        """Whether to evict the chunk with this key after all others; must be a function of what was folded.
+        """Whether to evict the chunk with this key after all other chunks. The result must depend only on folded state.
 
-        Called only for chunks that are about to be evicted.
+        kvledger asks this only about chunks that it is about to evict.
         """
         return False
 
     # --- for people; if one of these raises, they see the name and the fields instead
 
     def words(self, payload: msgspec.Struct) -> str | None:
-        """Return what `show` and `why` print for an event; "" if another event covers it; None: its name and fields."""
+        """Return the text that `show` and `why` print for an event with this payload.
+
+        "": print nothing, because another event says the same. None: print the event's name and fields.
+        """
         return None
 
     def evidence(self, events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> Iterable[str]:
-        """Return lines that `why` adds to the last of these events, derived from the earlier events of the life.
+        """Return lines that `why` adds to the last of these events. Derive them from the earlier events.
 
-        `events` are (sequence, event) of one request in log order: what happened to it, and what was answered.
+        Args:
+            events: (sequence number, event) of one life, in log order: observations about the request, and answers.
+            configuration: the configuration of the log.
         """
         return ()
 
     def under_way(self, event: e.Event) -> str | None:
-        """Return what is in progress from this event on, in plain words; "" if it is over; None: no change.
+        """Return what the extension is doing from this event on, in plain words.
 
-        `show`, `stats` and `verify` print it if the log ends there, `show --follow` if nothing more arrives.
+        "": nothing any more. None: the event changes nothing. `show`, `stats` and `verify` print the latest text if the
+        log ends, `show --follow` prints it if no more events arrive.
         """
         return None
 
     def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
-        """Words → amount: what `stats` counts of an event.
+        """Name → amount, which `stats` counts for an event with this payload.
 
-        Amounts are added up. A name that ends in `_ns` is a duration in nanoseconds: `stats` prints percentiles of it,
-        and `export` draws it as a call that ends with the event.
+        `stats` adds up the amounts of all events. A name that ends in `_ns` is a duration in nanoseconds: `stats`
+        prints its percentiles, and `export` draws it as a call that ends with the event.
         """
         return {}
 
@@ -101,25 +112,28 @@ class Extension:
 
     @classmethod
     def decided(cls, turn: Turn, payload: msgspec.Struct) -> e.ExtensionDecided:
-        """Return the decision with this payload, for `turn.decide`."""
+        """Return a decision with this payload, to pass to `turn.decide`."""
         name, encoded = cls._encoded(payload)
         return e.ExtensionDecided(*turn.record.life, cls.name, name, cls.version, encoded, turn.cause)
 
     @classmethod
     def observed(cls, request_id: str, payload: msgspec.Struct, time_ns: int) -> e.ExtensionObserved:
-        """Return the observation about a request with this payload, for `ledger.observe`."""
+        """Return an observation about a request, with this payload, to pass to `ledger.observe`."""
         name, encoded = cls._encoded(payload)
         return e.ExtensionObserved(request_id, cls.name, name, cls.version, encoded, time_ns)
 
     @classmethod
     def noted(cls, payload: msgspec.Struct, time_ns: int) -> e.ExtensionNoted:
-        """Return the observation about the engine with this payload, for `ledger.observe`."""
+        """Return an observation about the engine, with this payload, to pass to `ledger.observe`."""
         name, encoded = cls._encoded(payload)
         return e.ExtensionNoted(cls.name, name, cls.version, encoded, time_ns)
 
     @classmethod
     def payload_of(cls, event: e.ExtensionEvent) -> msgspec.Struct | None:
-        """Return the payload of an event; None if it is another extension's, or cannot be read."""
+        """Return the payload of an event; None if it cannot be read.
+
+        None also if the event belongs to another extension, or to another version of this extension.
+        """
         kind = cls.payload_type(event)
         if kind is None:
             return None
@@ -130,7 +144,10 @@ class Extension:
 
     @classmethod
     def payload_type(cls, event: e.ExtensionEvent) -> type[msgspec.Struct] | None:
-        """Return the payload type of an event; None if it is another extension's, or of another version."""
+        """Return the payload type of an event.
+
+        None if the event belongs to another extension, or to another version of this extension.
+        """
         is_own = event.extension == cls.name and event.extension_version == cls.version
         return cls.events.get(event.name) if is_own else None
 
@@ -139,7 +156,7 @@ class Extension:
         for name, kind in cls.events.items():
             if type(payload) is kind:
                 return name, msgspec.msgpack.encode(payload)
-        message = f"extension {cls.name} has no event {type(payload).__qualname__}; add it to its `events`"
+        message = f"extension {cls.name} has no event {type(payload).__qualname__}; add it to the extension's `events`"
         raise ExtensionError(message)
 
     def declaration(self) -> Declaration:
@@ -160,12 +177,12 @@ class Extension:
 
 
 class Absent(Extension):
-    """Replaces an extension whose code is not available. Its sub-states are walked and its events are accepted."""
+    """Replaces an extension whose code is not available. Requests enter its sub-states, and its events are accepted."""
 
     def __init__(self, declared: Declaration) -> None:
         self._declared = declared
         self.name, self.version, self.rows = declared.name, declared.version, declared.rows  # type: ignore[misc]
-        own = f"extension {declared.name} checks it in its own way, but its code is not available"
+        own = f"extension {declared.name} checks this rule in its own way, but its code is not available"
         self.leaves_out = {rule: why or own for rule, why in declared.leaves_out.items()}  # type: ignore[misc]
         self.events = dict.fromkeys(declared.events, msgspec.Struct)  # type: ignore[misc]
 
@@ -174,7 +191,7 @@ class Absent(Extension):
         """Return None: only the extension's code has the types."""
 
     def declaration(self) -> Declaration:
-        """Return what the log's header contains."""
+        """Return what the log's header contains about the extension."""
         return self._declared
 
 
@@ -183,10 +200,10 @@ _PARTS = (*Extension.__annotations__, "keeps", "words", "evidence", "under_way",
 
 
 def check_parts(extension: Extension) -> None:
-    """Refuse parts that cannot be used, or that would make logs unreadable.
+    """Refuse an extension with a part that cannot be used, or that would make logs unreadable.
 
     Raises:
-        ExtensionError: a part is not what it should be.
+        ExtensionError: a part is refused. The message says which one, why, and what to do.
     """
     for is_right, wrong in _judged_parts(extension):
         if not is_right:
@@ -194,7 +211,7 @@ def check_parts(extension: Extension) -> None:
 
 
 def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
-    """Yield (whether a part is right, what is wrong otherwise). Each check relies on the earlier ones."""
+    """Yield (whether a part is right, what is wrong otherwise). Later checks rely on the earlier ones."""
     for unknown in (each for each in dir(extension) if not each.startswith("_") and not hasattr(Extension, each)):
         meant = difflib.get_close_matches(unknown, _PARTS, n=1, cutoff=0.85)
         is_meant = bool(meant) and getattr(type(extension), meant[0]) is getattr(Extension, meant[0])
@@ -209,13 +226,13 @@ def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
         yield isinstance(given, kind), f"{part} are {given!r}; use a {kind.__name__.lower()}"
     for what, name in (("name", extension.name), *(("event", name) for name in extension.events)):
         is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None
-        yield is_name, f"{what} {name!r} cannot be part of a trigger; use letters, digits, _ and -"
+        yield is_name, f"{what} {name!r} is not a valid name; use letters, digits, _ and -"
     yield type(extension.version) is int, f"version is {extension.version!r}; make it a whole number"
     for name, event in extension.events.items():
         yield _derives(event, msgspec.Struct), f"event {name} is {event!r}; name a class derived from msgspec.Struct"
     for row in extension.rows:
         is_row = isinstance(row, tuple) and [type(each) for each in row] == [str] * 3
-        yield is_row, f"row {row!r} is not (source, trigger, dest); write three strings"
+        yield is_row, f"row {row!r} is not (source, trigger, dest); write a tuple of three strings"
     for handler in (*extension.handlers, *extension.replaces):
         yield (
             _derives(handler, StateHandler),
@@ -226,7 +243,7 @@ def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
         yield isinstance(spec, ProjectionSpec), f"projection {spec!r} is not a projection; use a ProjectionSpec"
         yield not is_reserved(spec.name), f"projection {spec.name!r} would hide an attribute of Projections; rename it"
     for rule, checker in extension.rules.items():
-        yield callable(checker), f"rule {rule} is {checker!r}; name its checker's class"
+        yield callable(checker), f"rule {rule} is {checker!r}; give the class of its checker"
     unchecked = {rule: why for rule, why in extension.leaves_out.items() if rule not in extension.rules}
     for rule, reason in (*unchecked.items(), *extension.not_checked.items()):
         yield (

@@ -1,13 +1,15 @@
 """Positions of tokens: chunks in blocks, blocks of several groups in one table, and what sliding windows see.
 
-kvledger matches chunks and copies *pages*. A page is one block of one group of layers. Either the chunk size divides
-the block size, or the reverse. A chunk larger than a block has several pages. A chunk that ends inside a block shares
-its page with its neighbours. Its image is that page, of which only the first tokens are valid, and a longer image of
-the same block replaces a shorter one. No other module knows that a chunk may end inside a block.
+kvledger matches chunks and copies *pages*. A page is one block of one group of layers. Either the chunk size is a
+multiple of the block size, or the reverse. A chunk larger than a block has several pages. A chunk smaller than a block
+shares its page with the other chunks in the block. Its *image* is a copy of this page in which the tokens up to the
+end of the chunk are valid. A longer image of the same block replaces a shorter one. No other module knows that a chunk
+may end inside a block.
 
-Hybrid models have one block table per group of layers. kvledger interleaves them in one flat table, so that a page is
-one index: `block * num_groups + group`. With one group a page is a block. In a group with a window, only pages of the
-last tokens are kept: vLLM frees the others as it processes tokens (`v1/core/single_type_kv_cache_manager.py`, 0.32).
+Hybrid models have one block table per group of layers. kvledger interleaves these tables in one flat table, in which
+each page has the index `block * num_groups + group`. With one group, a page is a block. In a group with a window, vLLM
+keeps only the pages of the last tokens. It frees the other pages as it processes tokens
+(`v1/core/single_type_kv_cache_manager.py`, 0.32).
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ import attrs
 
 @attrs.frozen
 class Windows:
-    """Sliding windows of the groups of layers: which pages are kept, and which ones a load must bring."""
+    """Sliding windows of the groups of layers: which pages vLLM keeps, and which pages a load must bring."""
 
     block_size: int
     sizes: tuple[int, ...] = (0,)
-    """Per group, how many tokens a token sees, itself included; 0: all of them."""
+    """For each group, the number of tokens that a token sees, including itself; 0: it sees all tokens before it."""
     num_groups: int = attrs.field(init=False, repr=False)
     """Groups of layers, each with its own block table."""
     has_any: bool = attrs.field(init=False, repr=False)
@@ -35,9 +37,9 @@ class Windows:
         object.__setattr__(self, "has_any", any(self.sizes))
 
     def first_block(self, group: int, num_tokens: int) -> int:
-        """Return the first block that the token after `num_tokens` sees.
+        """Return the index of the first block that the token after the first `num_tokens` tokens sees.
 
-        vLLM frees earlier blocks once these tokens are processed.
+        vLLM frees earlier blocks when it has processed these `num_tokens` tokens.
         """
         size = self.sizes[group]
         return max(0, num_tokens - size + 1) // self.block_size if size else 0
@@ -47,7 +49,7 @@ class Windows:
         return range(blocks.start * self.num_groups, blocks.stop * self.num_groups)
 
     def pages_seen(self, num_tokens: int, blocks: range) -> Iterator[int]:
-        """Yield the pages of these blocks that the token after `num_tokens` sees, ascending."""
+        """Yield the pages of these blocks that the token after the first `num_tokens` tokens sees, ascending."""
         first_blocks = [self.first_block(group, num_tokens) for group in range(self.num_groups)]
         for block in blocks:
             for group, first_block in enumerate(first_blocks):
@@ -55,11 +57,15 @@ class Windows:
                     yield block * self.num_groups + group
 
     def last_boundary(self, num_tokens: int, step: int, is_stored: Callable[[int, int], bool]) -> int:
-        """Return the longest prefix of at most `num_tokens` tokens after which everything that a window sees is stored.
+        """Return the length of the longest prefix after which every page that a window sees is stored.
 
-        Candidates are `num_tokens` itself and the multiples of `step` (the chunk size) below it. Groups without a
-        window are not checked: the prefix is assumed to be stored for them. `is_stored(page, prefix)` is whether the
-        page is stored with all its tokens of that prefix.
+        Groups without a window are not checked: all of their pages are assumed to be stored.
+
+        Args:
+            num_tokens: largest length of the prefix.
+            step: the chunk size. The length is `num_tokens` or a smaller multiple of `step`.
+            is_stored: whether the page (first argument) is stored with all of its tokens that belong to a prefix of
+                this length (second argument).
         """
         end = num_tokens if self.has_any else 0
         while end:
@@ -86,16 +92,16 @@ class Windows:
 
 @attrs.frozen
 class Geometry:
-    """Sizes in tokens. Chunks, blocks and pages are counted from the request's first token."""
+    """Converts between tokens, chunks, blocks and pages. Sizes are in tokens, indices count from the first token."""
 
     block_size: int
     chunk_size: int
     window_sizes: tuple[int, ...] = (0,)
     windows: Windows = attrs.field(init=False, repr=False)
     chunks_share_blocks: bool = attrs.field(init=False, repr=False)
-    """Whether a chunk ends inside a block, so that several chunks share its page."""
+    """Whether chunks are smaller than a block, so that several chunks share one page."""
     pages_per_chunk: int = attrs.field(init=False, repr=False)
-    """Pages of one chunk in all groups, including shared ones."""
+    """Number of pages of one chunk in all groups, including pages that it shares with other chunks."""
 
     def __attrs_post_init__(self) -> None:
         num_blocks = max(1, self.chunk_size // self.block_size)
@@ -114,19 +120,24 @@ class Geometry:
         return -(-num_tokens // self.chunk_size)
 
     def chunks_of_load(self, first_token: int, num_tokens: int, num_known: int) -> range:
-        """Return the chunks that a load of these tokens touches, of those known and the next one.
+        """Return the chunks that a load of these tokens touches, at most up to the first chunk without a known key.
 
-        A load ends at the latest inside the chunk after the `num_known` whose keys are known. A recorded load may claim
-        anything.
+        A load can end inside that chunk, but not later. A load in a log may have any numbers of tokens.
+
+        Args:
+            first_token: the first token of the load.
+            num_tokens: number of tokens of the load.
+            num_known: number of chunks whose keys are known.
         """
         first = max(0, first_token // self.chunk_size)
         end = -(-(first_token + num_tokens) // self.chunk_size)
         return range(first, min(end, max(first, num_known) + 1))
 
     def earlier_chunks(self, chunks: Iterable[int], num_known: int) -> list[int]:
-        """Return the chunks that end earlier in the blocks of these chunks, ascending, without these.
+        """Return the chunks that come before these chunks in the same blocks, ascending, without these chunks.
 
-        An image of a block with a later chunk contains them too. Only chunks below `num_known` are returned.
+        The image of a later chunk in a block contains the earlier chunks too. Only chunks below `num_known` are
+        returned.
         """
         if not self.chunks_share_blocks:
             return []
@@ -143,7 +154,7 @@ class Geometry:
     # --- blocks and pages of chunks ------------------------------------------------------------
 
     def blocks_of(self, chunks: Iterable[int]) -> tuple[int, ...]:
-        """Return the indices in the block table of the blocks that the chunks need, ascending, each once."""
+        """Return the distinct indices, ascending, of the blocks in the block table that the chunks need."""
         if self.chunks_share_blocks:
             return tuple(sorted({chunk * self.chunk_size // self.block_size for chunk in chunks}))
         blocks = self.chunk_size // self.block_size
@@ -164,14 +175,17 @@ class Geometry:
         return [page for chunk in chunks for page in range(chunk * num_pages, (chunk + 1) * num_pages)]
 
     def pages_for(self, chunks: Sequence[int], num_slots: int) -> Sequence[int]:
-        """Return at least the first `num_slots` of `pages_of`; the rest may be missing.
+        """Return the pages of `pages_of`; pages after the first `num_slots` may be left out.
 
-        For recorded copies, which may name more chunks than they have slots for.
+        For copies in a log, which may name more chunks than they have slots for.
         """
         return self.pages_of(chunks if self.chunks_share_blocks else chunks[: -(-num_slots // self.pages_per_chunk)])
 
     def place_of(self, page: int, num_chunks: int) -> tuple[int, int]:
-        """Return the chunk of the first `num_chunks` with the longest image of `page`, and the page's place there."""
+        """Return the chunk that has the longest image of `page`, and the index of the page among the chunk's pages.
+
+        Only the first `num_chunks` chunks are considered.
+        """
         if not self.chunks_share_blocks:
             return divmod(page, self.pages_per_chunk)
         block, place = divmod(page, len(self.window_sizes))
@@ -190,14 +204,14 @@ class Geometry:
     # --- slots of chunks and pages -------------------------------------------------------------
 
     def slots_of(self, chunk: int, slot_of_page: Mapping[int, int]) -> tuple[int, ...] | None:
-        """Return the slots that hold `chunk`, given the slots of pages; None if one of its pages has none."""
+        """Return the slots of the chunk's pages; None if a page has no slot. `slot_of_page`: page → its slot."""
         pages = self.pages_of((chunk,))
         if not all(page in slot_of_page for page in pages):
             return None
         return tuple([slot_of_page[page] for page in pages])
 
     def slots_of_pages(self, pages: range, slots: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the slot with the longest image of each page, given the slots of all chunks from the first one on."""
+        """Return the slot with the longest image of each page. `slots` are the slots of all chunks from chunk 0 on."""
         if not self.chunks_share_blocks:
             return slots[pages.start : pages.stop]
         num_chunks = len(slots) // self.pages_per_chunk
@@ -211,7 +225,7 @@ def _is_run(numbers: Sequence[int]) -> bool:
 
 
 def blocks_at(pages: Sequence[int], table: Sequence[int]) -> tuple[int, ...]:
-    """Return the blocks of these pages. The pages are ascending, each once, and within the flat table."""
+    """Return the block ids of these pages of the flat table. The pages must be distinct, ascending and in the table."""
     num_pages = len(pages)
     if num_pages == 1:
         return (table[pages[0]],)
@@ -222,7 +236,7 @@ def blocks_at(pages: Sequence[int], table: Sequence[int]) -> tuple[int, ...]:
 
 
 def interleave(tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return one flat table of the groups' tables.
+    """Return the block tables of all groups as one flat table.
 
     Raises:
         ValueError: the tables have different lengths, so an index would not name the same tokens in all of them.
@@ -230,13 +244,16 @@ def interleave(tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
     if len(tables) == 1:
         return tuple(tables[0])
     if len(set(map(len, tables))) > 1:
-        message = f"the block tables of {len(tables)} groups have {', '.join(map(str, map(len, tables)))} entries"
+        message = (
+            f"the block tables of {len(tables)} groups must have the same length, but have "
+            f"{', '.join(map(str, map(len, tables)))} entries"
+        )
         raise ValueError(message)
     return tuple(block_id for row in zip(*tables, strict=True) for block_id in row)
 
 
 def keys_at(chunks: Sequence[int], keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Return the keys of those chunks that have one; a log may name others."""
+    """Return the keys of these chunks. A log may name chunks without a key, which are left out."""
     if max(chunks, default=-1) >= len(keys):
         chunks = [chunk for chunk in chunks if chunk < len(keys)]
     return tuple(map(keys.__getitem__, chunks))

@@ -1,8 +1,8 @@
-"""HANDLER_CONTRACT: checks what a state handler decides before it is recorded.
+"""HANDLER_CONTRACT: checks the decisions of a state handler before they are recorded.
 
-A handler may be foreign code. Whatever it decides, the log stays readable, only decisions about its own request get in,
-and no other request's blocks, slots or jobs are touched. Types and tests check the handlers of this package instead.
-This module checks neither whether a decision is good nor whether vLLM accepts it.
+A handler may be foreign code. With these checks, the log stays readable, a handler can decide only about its own
+request, and no other request's blocks, slots or jobs are changed. Handlers of this package are not checked here: types
+and tests check them. This module checks neither whether a decision is good nor whether vLLM accepts it.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _NOT_OF_HANDLERS = (
     *(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunksTainted),
     e.ExtensionStopped,
 )
-"""Decisions that follow from reports or from code that raised."""
+"""Decisions that no handler may make. They follow from reports, or from extension code that raised."""
 _OWN = "kvledger.lifecycle."
 _encode = msgspec.msgpack.Encoder(enc_hook=operator.index).encode
 _SAVES = (e.SaveIssued, e.TailSaveIssued)
 _OF_LOST_BLOCKS = (*_SAVES, e.SaveDeclined, e.ChunksEvicted, e.TransferAwaited)
-"""Decisions that may name the previous generation: its blocks were just taken and are intact."""
+"""Decisions that may name the request's previous generation, whose blocks vLLM took and has not overwritten yet."""
 _JOBS = (e.LoadIssued, *_SAVES)
 
 
 class DecisionRefused(QuotesNothing, ValueError):
-    """A handler made a decision that it may not make. The message contains the reason and no text of the decision."""
+    """A handler made a decision that it must not make. The message contains the reason, and no text of the decision."""
 
 
 @attrs.frozen
 class Checked:
-    """A method of a foreign handler whose decisions are checked one by one before they are recorded."""
+    """Wraps a method of a foreign handler, and checks each of its decisions before the decision is recorded."""
 
     method: Callable[..., object]
     core: Core
     projections: Projections
     extension: str = ""
-    """The extension that the method belongs to; empty if none."""
+    """Name of the extension that the method belongs to; empty if it belongs to none."""
     _may_decide: tuple[type[e.Event], ...] = attrs.field(init=False)
     _decode: Callable[[bytes], Any] = attrs.field(init=False)
 
@@ -63,16 +63,16 @@ class Checked:
 
     @classmethod
     def unless_own(cls, method: Callable[..., None], core: Core, projections: Projections) -> Callable[..., None]:
-        """Return the method itself if it belongs to this package, else a checked one."""
+        """Return the method itself if it belongs to this package, otherwise a `Checked` that wraps it."""
         module = str(getattr(getattr(method, "__func__", method), "__module__", ""))
         return method if module.startswith(_OWN) else cls(method, core, projections)
 
     def __call__(self, turn: Turn, *arguments: object) -> None:
-        """Call the method in its own turn, which ends with the first refused decision.
+        """Call the method with a turn of its own, which ends with the first refused decision.
 
         Raises:
-            DecisionRefused: a decision was refused, even if the method caught that; or it returned something; or it
-                did not release a finished request without a copy in flight.
+            DecisionRefused: a decision was refused, even if the method caught the error. Or the method returned a
+                value, or did not release a finished request that has no copy in flight.
         """
         refused: list[BaseException] = []
 
@@ -98,17 +98,17 @@ class Checked:
         if len(refused) > 1:  # the method caught a refusal
             raise refused[0]
         if returned is not None:
-            message = f"a {type(returned).__name__} was returned; `turn.decide` takes each decision"
+            message = f"a {type(returned).__name__} was returned; return None, and pass each decision to `turn.decide`"
             raise DecisionRefused(message)
         record = turn.record
         is_known = self.projections.tracker.get(record.request_id) is record
         is_idle = is_known and not self.projections.jobs.owes(record.ordinal)
         if is_idle and record.path == RequestState.FINISHED:  # a sub-state of an extension may keep it
-            message = "a finished request that owes nothing was not released"
+            message = "a finished request without a copy in flight was not released"
             raise DecisionRefused(message)
 
     def _copied(self, decision: object, record: RequestRecord, cause: int) -> e.Event:
-        """Return the decision as a reader of the log will see it."""
+        """Return the decision as a reader will decode it from the log; raise `DecisionRefused` if it is not allowed."""
         name = type(decision).__name__
         if not isinstance(decision, self._may_decide):
             message = f"{name} is no decision that a handler may make"
@@ -132,11 +132,11 @@ class Checked:
         if decision.generation not in generations:
             return f"generation {decision.generation} is not the request's"
         if decision.cause != cause:
-            return f"its cause is {decision.cause}, it was asked at {cause}"
+            return f"its cause is {decision.cause}, but the observation has sequence number {cause}"
         if isinstance(decision, e.ChunksEvicted):
             if decision.keys and self.projections.pool.forest.may_leave(decision.keys):
                 return ""
-            return "a chunk is not in the pool, or somebody relies on it or on one after it, or it stands there twice"
+            return "a chunk is not in the pool, is named twice, or is in use itself or by a chunk after it"
         return self._reason_against_event(decision, record) if isinstance(decision, e.RequestEvent) else ""
 
     def _reason_against_event(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
@@ -156,7 +156,7 @@ class Checked:
             and decision.num_deferred <= self.projections.configuration.max_deferred_lookups
         ):
             return ""
-        return f"lookup {max(counts)} in a row may not be deferred, as number {decision.num_deferred}"
+        return f"it is deferral {max(counts)} in a row, which is too many or not its number {decision.num_deferred}"
 
     def _reason_against_other(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
         if isinstance(decision, e.LookupDeferred):
@@ -178,9 +178,9 @@ class Checked:
         if job.job_id != next_job_id:
             return f"the next job has number {next_job_id}, not {job.job_id}"
         if len(job.slots) != len(job.block_ids) or min(job.block_ids, default=-1) < 0:
-            return f"{len(job.slots)} slots for {len(job.block_ids)} blocks, or a block that cannot be"
+            return f"it has {len(job.slots)} slots for {len(job.block_ids)} blocks, or a negative block id"
         if not all(0 <= slot < slots.num_slots for slot in stored):
-            return f"a slot is outside of the pool of {slots.num_slots}"
+            return f"a slot is outside of the pool, which has {slots.num_slots} slots"
         return "" if isinstance(job, e.LoadIssued) else self._reason_against_save(job, stored, record)
 
     def _reason_against_save(
@@ -189,9 +189,9 @@ class Checked:
         num_keys = len(record.keys)
         chunks = job.chunks if isinstance(job, e.SaveIssued) else ()
         if record.trust is TrustRegion.QUARANTINED:
-            return "nothing is saved of a quarantined request"
+            return "the request is quarantined, so nothing of it may be saved"
         if len(set(stored)) < len(stored) or any(map(self.projections.slots.num_references, stored)):
-            return "a slot is in use"
+            return "a slot is in use, or is named twice"
         if list(chunks) != sorted(set(chunks)) or not all(0 <= chunk < num_keys for chunk in chunks):
-            return f"these are not chunks, ascending, of the {num_keys} that have a key"
+            return f"its chunks are not ascending, or not among the {num_keys} chunks that have a key"
         return ""

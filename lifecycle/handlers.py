@@ -1,11 +1,11 @@
 """State handlers: what kvledger decides in each state of a request.
 
-To change a decision, subclass the handler of a state, override methods, which are named after observations, and put it
-into a core: `Core.replacing`, or `handlers` in the connector's configuration. A handler must be a pure function of its
-arguments: no clock, no randomness, no memory.
+To change a decision, subclass the handler of a state and override methods, which are named after observations. Put the
+new handler into a core with `Core.replacing`, or name it under `handlers` in the connector's configuration. A handler
+must be a pure function of its arguments: no clock, no randomness, no memory.
 
-In five of the six states a request has not ended (`Unfinished`). It waits for blocks (`Waiting`), or it has blocks and
-computes (`Computing`). A recovering request does both, depending on whether its load has arrived.
+In five of the six states a request has not ended (`Unfinished`). Such a request waits for blocks (`Waiting`), or has
+blocks and computes (`Computing`). A recovering request waits until its load has arrived, and computes from then on.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ __all__ = [
 
 
 class StateHandler:
-    """Decides nothing. `turn.record` and `turn.projections` already contain the observation.
+    """Base class of handlers, which decides nothing.
 
-    The ledger calls the handler of the state that the request was in before the observation.
+    The ledger calls the handler of the state in which the request was before the observation. `turn.record` and
+    `turn.projections` already contain the observation.
     """
 
     state: ClassVar[RequestState]
@@ -52,25 +53,25 @@ class StateHandler:
         """The scheduler gave the request blocks."""
 
     def request_preempted(self, turn: Turn, event: e.RequestPreempted) -> None:
-        """The scheduler took the request's blocks. Their contents are intact until the next forward pass."""
+        """The scheduler took the request's blocks. Until the next forward pass, their contents are intact."""
 
     def session_continued(self, turn: Turn, event: e.SessionContinued) -> None:
         """A streaming session continues with its next turn."""
 
     def tokens_rolled_back(self, turn: Turn, event: e.TokensRolledBack) -> None:
-        """The scheduler counts fewer computed tokens than before."""
+        """The scheduler counts fewer computed tokens for the request than before."""
 
     def request_finished(self, turn: Turn, event: e.RequestFinished) -> None:
         """The request ended. The contents of its blocks are intact until the next forward pass."""
 
     def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
-        """An extension made an observation; `Extension.payload_of` decodes it."""
+        """An extension made an observation about the request. `Extension.payload_of` decodes the observation."""
 
     def tokens_scheduled(self, turn: Turn) -> None:
-        """A step schedules tokens of the request. Not called if it decodes one more token, as expected."""
+        """A step schedules tokens of the request. Not called if the request decodes one more token, as expected."""
 
     def tokens_settled(self, turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
-        """More chunks of the request are settled."""
+        """More chunks of the request are settled, from `first_chunk` on."""
 
     def transfer_settled(self, turn: Turn, job: Copy) -> None:
         """A copy of the request completed or failed."""
@@ -80,114 +81,115 @@ class Unfinished(StateHandler):
     """A request that has not ended. Settled chunks are saved when it ends."""
 
     def request_finished(self, turn: Turn, event: e.RequestFinished) -> None:
-        """Save settled chunks that are not saved yet; release the request if no copy is in flight.
+        """Save settled chunks that are not saved yet. Release the request if it has no copy in flight.
 
-        A waiting request may have such chunks too: a step may have computed them before its load was reported.
+        A waiting request may have unsaved chunks too: a step may have computed them before the request's load was
+        reported.
         """
         save_on_finish(turn, event)
         release_if_settled(turn)
 
 
 class Waiting(Unfinished):
-    """A request that waits for blocks. It is offered what the host pool has, and loads when it gets blocks."""
+    """A request that waits for blocks. It is offered tokens of the host pool, and loads them when it gets blocks."""
 
     awaits_saves: ClassVar[bool] = True
-    """Whether the scheduler repeats a lookup while a save in flight would extend the hit."""
+    """Whether a lookup is deferred while a save in flight would extend the hit."""
 
     def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
-        """Answer, or ask the scheduler to repeat the lookup later."""
+        """Answer the lookup, or ask the scheduler to repeat it later."""
         turn.decide(answer_lookup(turn, event, awaits_saves=self.awaits_saves))
 
     def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
-        """Issue the load that the allocation accepts."""
+        """Issue the load of the tokens that the allocation claims."""
         load_what_was_answered(turn, event)
 
 
 class Computing(Unfinished):
-    """A request that has blocks. What settles is saved, and so is what it loses."""
+    """A request that has blocks. Its chunks are saved when they settle, and when it loses its blocks."""
 
     def tokens_settled(self, turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
         """Save the settled chunks."""
         save_settled(turn, first_chunk, num_settled_tokens)
 
     def request_preempted(self, turn: Turn, event: e.RequestPreempted) -> None:
-        """Save from the lost blocks before the next forward pass overwrites them."""
+        """Save settled tokens from the lost blocks before the next forward pass overwrites these blocks."""
         save_on_preemption(turn, event)
 
     def session_continued(self, turn: Turn, event: e.SessionContinued) -> None:
-        """Make the next step wait for saves from blocks that it may overwrite."""
+        """Make the next step wait for saves from blocks that this step may overwrite."""
         fence_saves(turn)
 
     def tokens_rolled_back(self, turn: Turn, event: e.TokensRolledBack) -> None:
-        """Make the next step wait for saves from blocks that it may overwrite."""
+        """Make the next step wait for saves from blocks that this step may overwrite."""
         fence_saves(turn)
 
 
 class New(Waiting):
-    """Nothing is computed, so there is nothing to save and no save of its own to wait for."""
+    """A request without computed tokens. It has nothing to save, and does not wait for saves of its own."""
 
     state = RequestState.NEW
     awaits_saves = False
 
     def tokens_scheduled(self, turn: Turn) -> None:
-        """Record the progress of its prefill."""
+        """Record the progress of the request's prefill."""
         report_progress(turn)
 
     def transfer_settled(self, turn: Turn, job: Copy) -> None:
-        """Record the progress of its prefill: its load may have arrived."""
+        """Record the progress of the prefill, because the request's load may have arrived."""
         report_progress(turn)
 
 
 class ChunkedPrefill(Computing):
-    """Some known tokens are not computed yet. Any step may complete the prefill."""
+    """A request of which some known tokens are not computed yet. Any step may complete the prefill."""
 
     state = RequestState.CHUNKED_PREFILL
 
     def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
-        """Refuse tokens that no lookup answered. The next turn of a session accepts none."""
+        """Refuse a claim of tokens that no lookup offered. An allocation for a session's next turn claims no tokens."""
         load_what_was_answered(turn, event)
 
     def tokens_scheduled(self, turn: Turn) -> None:
-        """Record the progress of its prefill."""
+        """Record the progress of the request's prefill."""
         report_progress(turn)
 
 
 class Running(Computing):
-    """Every known token is computed or in flight, so there is no progress to record."""
+    """A request of which every known token is computed or in flight, so it has no progress to record."""
 
     state = RequestState.RUNNING
 
 
 class Preempted(Waiting):
-    """It has no blocks. Saves of what it lost may be in flight."""
+    """A request that lost its blocks. Saves from these blocks may be in flight."""
 
     state = RequestState.PREEMPTED
 
 
 class Recovering(Waiting, Computing):
-    """It has blocks again, which a load or a recomputation fills.
+    """A preempted request that has blocks again, which a load or a recomputation fills.
 
-    It is looked up like a preempted request, and preempted or ended like one that has computed tokens.
+    Lookups and allocations are handled as in `Waiting`, other observations as in `Computing`.
     """
 
     state = RequestState.RECOVERING
 
     def tokens_scheduled(self, turn: Turn) -> None:
-        """Record the progress of its prefill."""
+        """Record the progress of the request's prefill."""
         report_progress(turn)
 
     def transfer_settled(self, turn: Turn, job: Copy) -> None:
-        """Record the progress of its prefill: its load may have arrived."""
+        """Record the progress of the prefill, because the request's load may have arrived."""
         report_progress(turn)
 
 
 class Finished(StateHandler):
-    """It has ended. It is released when its last copy is settled."""
+    """A request that has ended. It is released when its last copy is settled."""
 
     state = RequestState.FINISHED
 
     def transfer_settled(self, turn: Turn, job: Copy) -> None:
-        """Release it if this was the last copy."""
+        """Release the request if this was its last copy."""
         release_if_settled(turn)
 
 
@@ -203,7 +205,7 @@ STANDARD_HANDLERS: tuple[StateHandler, ...] = (
 
 
 def wrong_state(handler: object) -> str:
-    """Return what is wrong with the `state` of a handler or its class, and what to write; empty if it is right."""
+    """Return what is wrong with the `state` of a handler or handler class, and what to write; empty if nothing is."""
     state = getattr(handler, "state", None)
     if isinstance(state, RequestState):
         return ""
@@ -216,4 +218,4 @@ def wrong_state(handler: object) -> str:
 
 _STATES = ", ".join(f"RequestState.{state.name}" for state in RequestState)
 HOOKS = tuple(name for name in vars(StateHandler) if not name.startswith("_"))
-"""Methods that a handler may have."""
+"""Names of the methods that a handler may have."""

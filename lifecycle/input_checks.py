@@ -1,7 +1,7 @@
 """Checks an observation before it is recorded, for a program that drives a `Ledger` itself.
 
-Without these checks, a wrongly typed field makes the log unreadable from its frame on, and two requests with one
-ordinal are one request for every reader. kvledger's own adapters make their events from vLLM's and skip the checks.
+Without these checks, a field of a wrong type makes the log unreadable from that frame on. Two requests with the same
+ordinal become one request for every reader. kvledger's own adapters skip these checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _fields = cache(msgspec.structs.fields)
 
 
 def check_observation(event: e.Event, core: Core, tracker: RequestTracker) -> None:
-    """Refuse an event that is wrong whatever comes after it.
+    """Refuse an event that is certainly wrong, whatever events follow.
 
     Raises:
         ValueError: the message names the event, the field, its value, and what to pass instead.
@@ -28,7 +28,7 @@ def check_observation(event: e.Event, core: Core, tracker: RequestTracker) -> No
     name = type(event).__name__
     if type(event) not in core.observations:
         shown = name if isinstance(event, e.Event) else reprlib.repr(event)
-        message = f"{shown} is no observation; pass an event of kvledger.lifecycle.events, no decision"
+        message = f"{shown} is no observation; pass an event of kvledger.lifecycle.events that is not a decision"
         raise ValueError(message)
     wrong = _wrong_field(event) or _wrong_value(event, tracker)
     if wrong is not None:
@@ -59,7 +59,7 @@ def _wrong_value(event: e.Event, tracker: RequestTracker) -> tuple[str, str] | N
         if field.name.startswith("num_") and isinstance(value, int) and value < 0 and value != field.default:
             return field.name, "it is negative; pass 0 or more"
     if isinstance(event, e.RequestArrived) and event.ordinal != tracker.num_arrived:
-        return "ordinal", f"the next one is {tracker.num_arrived}; pass ledger.next_ordinal"
+        return "ordinal", f"the next ordinal is {tracker.num_arrived}; pass ledger.next_ordinal"
     if isinstance(event, e.RequestPreempted | e.RequestFinished):
         record = tracker.get(event.request_id)
         if record is not None and record.blocks is not BlocksRegion.NONE:
@@ -67,5 +67,8 @@ def _wrong_value(event: e.Event, tracker: RequestTracker) -> tuple[str, str] | N
             num_admitted_tokens = claimed.num_computed_tokens + claimed.num_external_tokens if claimed else 0
             most = max(num_computed_tokens, num_admitted_tokens)
             if event.num_settled_tokens > most:
-                return "num_settled_tokens", f"steps and loads brought {most}; pass how many of these are written"
+                return (
+                    "num_settled_tokens",
+                    f"only {most} tokens were computed or loaded; pass how many of these are in the blocks",
+                )
     return None

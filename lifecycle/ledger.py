@@ -1,10 +1,10 @@
 """The ledger: records and folds an observation, decides on it, and records and folds the decisions.
 
-`Ledger` has one writer, the scheduler side of the connector. It reads no clock and does no I/O: times come with the
-observations, and frames go to the sink.
+Only the scheduler side of the connector writes to a `Ledger`. The ledger reads no clock and does no I/O: times come
+with the observations, and frames go to the sink.
 
-`Decider` makes the decisions on an observation. It is the only part of the core that may refuse something, and keeps no
-state: everything that it reads was folded from the log. Replay uses it to make recorded decisions again.
+`Decider` makes the decisions on an observation. It is the only part of the core that may refuse something. It keeps no
+state: everything that it reads was folded from the log. A replay uses it to make recorded decisions again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvledger.lifecycle.turn import Decide, EngineTurn, Turn, TurnEnded
 
 
 class EventSink(Protocol):
-    """Stores committed events; `kvledger.storage.events` has several."""
+    """Stores committed events. `kvledger.storage.events` has several classes of sinks."""
 
     @property
     def next_sequence(self) -> int:
@@ -52,11 +52,11 @@ class EventSink(Protocol):
 
 
 class LedgerCorrupt(RuntimeError):
-    """A projection failed to fold. Its state cannot be trusted, so nothing is decided any more.
+    """A projection failed to fold an event. Its state cannot be trusted, so the ledger decides nothing any more.
 
     Args:
         message: what failed, and where.
-        decisions: decisions on the observation up to then. They are recorded, so carry them out.
+        decisions: decisions on the observation that were made before the failure. Carry them out: they are recorded.
     """
 
     def __init__(self, message: str, decisions: Sequence[Event] = ()) -> None:
@@ -65,16 +65,16 @@ class LedgerCorrupt(RuntimeError):
 
 
 class Ledger:
-    """Append-only: `observe` adds events, nothing removes them.
+    """Records observations, and the decisions on them. `observe` adds events to the log, and nothing removes them.
 
     Args:
-        core: decides and folds.
-        configuration: of the log.
-        sink: gets the frames.
-        projections: the state before `next_sequence`, to continue from; None for an empty log.
-        next_sequence: sequence number of the next event; None: the sink's.
+        core: the core that decides and folds.
+        configuration: the configuration of the log.
+        sink: stores the frames.
+        projections: the folded state of all events before `next_sequence`; None for an empty log.
+        next_sequence: sequence number of the next event; None: `sink.next_sequence`.
         checks_input: whether `observe` refuses events with wrong fields. Set it in a program that makes its own events.
-            The log is the same with and without.
+            Correct events give the same log with and without these checks.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Ledger:
         self._uncommitted: list[Event] = []
         self.next_sequence = sink.next_sequence if next_sequence is None else next_sequence
         self._decisions: list[Event] = []
-        """Recorded and not returned yet."""
+        """Decisions that are recorded, but that `observe` has not returned yet."""
         self._corrupt: LedgerCorrupt | None = None
         self._cause = 0
-        """Sequence number of the last observation."""
+        """Sequence number of the latest observation."""
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
         self.on_recorded: Callable[[Event], None] | None = None
-        """Called with each event when it is recorded, unless the ledger is corrupt. Must not raise."""
+        """Function that gets each event when it is recorded, unless the ledger is corrupt. It must not raise."""
 
     @property
     def next_ordinal(self) -> int:
@@ -111,7 +111,7 @@ class Ledger:
 
     @property
     def is_corrupt(self) -> bool:
-        """Whether a projection failed, so that nothing is decided any more."""
+        """Whether a projection has failed to fold, so that the ledger decides nothing any more."""
         return self._corrupt is not None
 
     @property
@@ -127,9 +127,9 @@ class Ledger:
         Raises:
             ValueError: with `checks_input`, if the event is no observation, a field has a wrong type or is negative, an
                 arrival has another ordinal than `next_ordinal`, or a preemption or end has more settled tokens than
-                were computed or loaded. Nothing is recorded.
-            LedgerCorrupt: a projection failed during this call. The events stay and will be committed; the error
-                contains the decisions among them.
+                were computed or loaded. Nothing is recorded in these cases.
+            LedgerCorrupt: a projection failed during this call. Events that are already recorded stay and will be
+                committed. The error contains the decisions among them.
         """
         if self._checks_input:
             check_observation(event, self.core, self.projections.tracker)
@@ -153,14 +153,17 @@ class Ledger:
         return decisions
 
     def ready(self, channel: Channel) -> Ready:
-        """Return what is pending on a channel. It stays pending until `advance`; call that in the same hook."""
+        """Return the jobs and ends that are pending on a channel. They stay pending until `advance` is called.
+
+        Call `advance` in the same hook.
+        """
         return self.projections.owed.ready(channel)
 
     def advance(self, ready: Ready) -> None:
-        """Record that this was delivered; record nothing if it is empty.
+        """Record that `ready` was delivered. Record nothing if `ready` is empty.
 
         Raises:
-            LedgerCorrupt: see `observe`. The delivery is recorded.
+            LedgerCorrupt: see `observe`. The delivery is recorded nevertheless.
         """
         delivered = effects_delivered(ready)
         if delivered is not None:
@@ -171,7 +174,7 @@ class Ledger:
 
         Raises:
             OSError: the frame could not be written. The events stay for the next commit.
-            Exception: the sink refused the frame. The events are dropped, because it would refuse them again.
+            Exception: the sink refused the frame. The events are dropped, because the sink would refuse them again.
         """
         events = self._uncommitted
         if not events:
@@ -204,7 +207,7 @@ class Ledger:
         return event
 
     def _record(self, event: Event) -> Subject:
-        """Record and fold an event; return its subject."""
+        """Record and fold an event; return the event's subject."""
         if self._corrupt is not None:
             raise TurnEnded
         sequence = self.next_sequence
@@ -235,7 +238,7 @@ _NOTHING_DELIVERED = e.EffectsDelivered((), (), (), (), (), (), ())
 
 
 def effects_delivered(ready: Ready) -> e.EffectsDelivered | None:
-    """Return the event that records this delivery; None if it is empty."""
+    """Return the event which records that `ready` was delivered; None if `ready` is empty."""
     handed_over = e.EffectsDelivered(
         tuple([job.job_id for job in ready.jobs]),
         tuple([awaited.job_id for awaited in ready.awaited]),
@@ -249,14 +252,14 @@ def effects_delivered(ready: Ready) -> e.EffectsDelivered | None:
 
 
 Deciding = Callable[[Any, int, Subject], None]
-"""Makes the decisions on an observation, given its sequence number and its subject before the fold."""
+"""Makes the decisions on an observation, given the observation, its sequence number, and its subject."""
 
 _Methods = tuple[Callable[..., None], ...]
-"""Handler methods of one name that decide anything, for one state."""
+"""Handler methods of one name for one state. Methods that decide nothing are left out."""
 
 
 class Decider:
-    """Calls the handlers of the state that an observation's request was in. `decide` takes each decision."""
+    """Calls the handlers of the state in which an observation's request was, and passes decisions to `decide`."""
 
     def __init__(self, core: Core, projections: Projections, decide: Decide) -> None:
         self._core = core
@@ -280,9 +283,9 @@ class Decider:
             e.DecisionWithheld: self._after_withheld,
         }
         self._of_requests: dict[str, dict[Standing, _Methods]] = {}
-        """Trigger → (phase, blocks) in which it is legal → methods to call."""
+        """Trigger → (phase, blocks) in which the trigger is legal → methods to call."""
         self.deciding: dict[type[e.Event], Deciding | None] = {}
-        """Class of observations → what decides on them; None if nothing ever does."""
+        """Class of events → function that decides on them; None if no decision is ever made on them."""
         for event_class in core.events.values():
             deciding = engine.get(event_class)
             if deciding is None and not event_class.is_decision and issubclass(event_class, e.RequestEvent):
@@ -325,7 +328,7 @@ class Decider:
                 release_if_settled(turn)
 
     def _illegal(self, record: RequestRecord, trigger: str, before: Before, cause: int) -> None:
-        """Report the violation, unless the request is quarantined: after a missed event, many others are illegal."""
+        """Report an illegal event, unless the request is quarantined. After a missed event, many events are illegal."""
         if record.trust is TrustRegion.TRUSTED:
             detail = f"{trigger} happened to a request in state {before.state}, blocks {before.blocks}"
             self._break(Rule.LEGAL_TRANSITION.value, record.request_id, detail, cause)
@@ -387,7 +390,10 @@ class Decider:
         self._give_up(event, cause)
 
     def _give_up(self, event: e.StepScheduled, cause: int) -> None:
-        """Ask after overdue copies, and give up those that are overdue again."""
+        """Ask the workers about overdue copies, and give up copies that are overdue a second time.
+
+        Also give up saves that a step had to wait for and did not.
+        """
         turn = EngineTurn(self._projections, self._decide, cause)
         for job_id in self._owed.lost_fences():
             job = self._jobs.get(job_id)
@@ -434,7 +440,7 @@ class Decider:
         return found
 
     def _guarded(self, handler: StateHandler, method: Callable[..., None]) -> Callable[..., None]:
-        """Return the method, guarded unless it belongs to this package."""
+        """Return the method. Wrap it in checks, unless it belongs to this package."""
         extension = self._core.extension_of_handler(handler)
         if not extension:
             return Checked.unless_own(method, self._core, self._projections)

@@ -1,8 +1,8 @@
-"""The tables in two forms: `transitions.Machine` as reference, plain dicts for the live path.
+"""The transition tables in two forms: plain dicts, and machines of the `transitions` library as a reference.
 
-Both are made from the same rows. The dicts serve the scheduler, because they are faster (measured: 0.06 us a step
-against 6.7 us, transitions 0.9.3). Every audit walks the reference too, so every audited log tests one against the
-other.
+Both forms are made from the same rows. An engine uses the dicts, because they are faster (measured: 0.06 us per
+transition, against 6.7 us with transitions 0.9.3). Every audit also runs the reference machines. It therefore tests
+the two forms against each other on the audited log.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kvledger.lifecycle.table import NO_EVENTS, Gating, Region, State
 Moves = Mapping[str, Mapping[State, State]]
 """Trigger → source → dest, of one region."""
 Standing = tuple[RequestState, BlocksRegion]
-"""Phase and blocks of a request: the two regions that may refuse."""
+"""(phase, blocks): a request's states in the two regions that may refuse an event."""
 SubMoves = Mapping[tuple[str, RequestState, str], str]
-"""(trigger, phase, sub-state or "") → sub-state or ""."""
+"""(trigger, phase, sub-state) → next sub-state. "" stands for no sub-state."""
 
 
 class TableError(ValueError):
@@ -42,18 +42,21 @@ def compile_region(region: Region, events: Iterable[type[Event]]) -> Moves:
     """Turn the rows of a region into `{trigger: {source: dest}}`.
 
     Raises:
-        TableError: a pair occurs twice, a name is not a state or a trigger, a row leaves the terminal state, a state
-            cannot be reached, or a region that refuses nothing lacks a row.
+        TableError: a pair of source and trigger occurs twice, a name is not a state or a trigger, a row leaves the
+            terminal state, a state cannot be reached, or a row is missing in a region that may not refuse events.
     """
     known = {*NO_EVENTS, *chain.from_iterable(map(triggers_of, events))}
     moves: dict[str, dict[State, State]] = {}
     for source, trigger, dest in region.flat():
         row = f"{region.name}: ({source}, {trigger})"
         if not isinstance(source, region.states) or not isinstance(dest, region.states):
-            message = f"{row} leads to {dest}: both must be states of {region.name}, and '*' would allow every state"
+            message = (
+                f"{row} leads to {dest}: source and destination must be states of {region.name}; do not write '*', "
+                "which would allow every state"
+            )
             raise TableError(message)
         if trigger not in known:
-            message = f"{row}: there is no such trigger; write an event's id, with its variant if it has several"
+            message = f"{row}: there is no such trigger; write an event's id, or id/variant if the event has variants"
             raise TableError(message)
         if source is region.terminal and dest is not source:
             message = f"{row} leads out of {source}, which is a terminal state"
@@ -69,7 +72,10 @@ def compile_region(region: Region, events: Iterable[type[Event]]) -> Moves:
     for trigger, dests in moves.items():
         missing = set(region.states) - set(dests)
         if missing and not region.may_refuse:
-            message = f"{region.name} refuses nothing, but has no row for ({', '.join(sorted(missing))}, {trigger})"
+            message = (
+                f"{region.name} may not refuse events, but has no row for ({', '.join(sorted(missing))}, {trigger}); "
+                "add a row"
+            )
             raise TableError(message)
     return moves
 
@@ -83,27 +89,32 @@ def _reached(region: Region) -> set[State]:
 
 @attrs.frozen
 class Tables:
-    """The part of a core that folds and checks need: the events, and where each of them leads."""
+    """The part of a core that folds and checks need: the events, and the states to which each event leads."""
 
     events: Mapping[str, type[Event]]
     """Event id → class."""
     gating: Gating
-    """Consequences of observations that phase and blocks refuse."""
+    """What an observation changes although the phase or `blocks` refuses it."""
     extensions: tuple[Declaration, ...]
     """Names and parts of the extensions."""
     phase: Moves
     """Moves of the phase alone."""
     legal: Mapping[str, Mapping[Standing, Standing]]
-    """Trigger → phase and blocks → phase and blocks afterwards, where it is legal. Other triggers are always legal."""
+    """Trigger → (phase, blocks) in which the trigger is legal → (phase, blocks) afterwards.
+
+    A trigger that is not in this mapping is always legal.
+    """
     after: Mapping[str, Mapping[Standing, Standing]]
-    """The same for every phase and blocks. A refused event moves the region that accepts it, or leads where the gating
-    says."""
+    """Trigger → (phase, blocks) → (phase, blocks) afterwards, also where the trigger is illegal.
+
+    A refused event moves only the region that accepts it, unless the gating names the states to which it leads.
+    """
     others: Mapping[str, tuple[tuple[str, Mapping[State, State]], ...]]
-    """Trigger → (region, moves) of the other regions that it moves."""
+    """Trigger → (region, moves) for each region that the trigger moves besides phase and blocks."""
     work: Mapping[str, Mapping[WorkRegion, WorkRegion]]
     source: Mapping[str, Mapping[SourceRegion, SourceRegion]]
     sub_states: SubMoves
-    """Where requests enter and leave sub-states of extensions."""
+    """Transitions into and out of the sub-states of extensions."""
 
     @property
     def request_events(self) -> tuple[type[RequestEvent], ...]:
@@ -111,7 +122,7 @@ class Tables:
         return tuple(event for event in self.events.values() if issubclass(event, RequestEvent))
 
     def may_refuse(self, event_class: type[Event]) -> bool:
-        """Whether states may refuse events of this class. All other events are folded in full."""
+        """Whether a request's states may refuse events of this class. Events of other classes are folded in full."""
         named = (trigger for trigger in triggers_of(event_class) if trigger in self.legal)
         may_be_illegal = any(len(self.legal[each]) < len(self.after[each]) for each in named)
         is_about_a_request = issubclass(event_class, RequestEvent) and not event_class.is_decision
@@ -125,16 +136,16 @@ def compile_tables(
     gating: Gating,
     extensions: Iterable[Declaration] = (),
 ) -> Tables:
-    """Join the regions: a trigger is legal where every region that names it has a row.
+    """Compile the tables. A trigger is legal in the states for which every region that names the trigger has a row.
 
     Raises:
-        TableError: see `compile_region`; or a region other than `phase` and `blocks` may refuse.
+        TableError: see `compile_region`; or a region other than `phase` and `blocks` may refuse events.
         ExtensionError: see `compile_sub_rows`.
     """
     compiled = {region.name: compile_region(region, events.values()) for region in regions}
     wrong = [region.name for region in regions if region.may_refuse and region.name not in {"phase", "blocks"}]
     if wrong:
-        message = f"{', '.join(wrong)} may refuse, but only phase and blocks are checked before an event is folded"
+        message = f"{', '.join(wrong)} may refuse events, but only phase and blocks are checked before a fold"
         raise TableError(message)
     phase, blocks = compiled.pop("phase"), compiled.pop("blocks")
     joined = {trigger: list(_joined(phase, blocks, trigger, gating)) for trigger in {**phase, **blocks}}
@@ -161,7 +172,7 @@ def compile_tables(
 
 
 def _joined(phase: Moves, blocks: Moves, trigger: str, gating: Gating) -> Iterator[tuple[Standing, Standing, bool]]:
-    """Yield (before, afterwards, whether it is legal) for every phase and blocks."""
+    """Yield (states before, states afterwards, whether the trigger is legal) for every pair of phase and blocks."""
     for state, held in product(RequestState, BlocksRegion):
         dest = phase[trigger].get(state) if trigger in phase else state
         dest_held = blocks[trigger].get(held) if trigger in blocks else held
@@ -173,11 +184,12 @@ def _joined(phase: Moves, blocks: Moves, trigger: str, gating: Gating) -> Iterat
 
 
 def compile_sub_rows(extensions: Iterable[Declaration], phase: Moves) -> SubMoves:
-    """Join the sub-state rows of all extensions.
+    """Join the rows of all extensions, which move requests between sub-states.
 
     Raises:
-        ExtensionError: a row does not lead where its parent's row leads, two rows of one pair differ, a sub-state is
-            never entered, or two extensions have sub-states of one phase.
+        ExtensionError: a row does not lead to the phase to which the core's row leads, two rows with the same source
+            and trigger lead to different sub-states, a sub-state is never entered, or two extensions have sub-states of
+            the same phase.
     """
     moves: dict[tuple[str, RequestState, str], str] = {}
     owners: dict[RequestState, str] = {}
@@ -193,7 +205,7 @@ def compile_sub_rows(extensions: Iterable[Declaration], phase: Moves) -> SubMove
                 leads = phase.get(trigger, {}).get(state)
             if leads is not parent:
                 found = "nowhere, because it is illegal or unknown there" if leads is None else f"to {leads}"
-                message = f"{row}: {trigger} leads from {state} {found}; a sub-state must go where its parent goes"
+                message = f"{row}: {trigger} leads from {state} {found}; a sub-state's row must lead to the same phase"
                 raise ExtensionError(message)
             if sub and source not in entered:
                 message = f"{row}: no row enters {source}; add such a row, or remove this one"
@@ -201,9 +213,9 @@ def compile_sub_rows(extensions: Iterable[Declaration], phase: Moves) -> SubMove
             for path_state, path_sub in ((state, sub), (parent, sub_dest)):
                 if path_sub and (owner := owners.setdefault(path_state, extension.name)) != extension.name:
                     message = f"extensions {owner} and {extension.name} both have sub-states of {path_state}"
-                    raise ExtensionError(f"{message}, but a request is in one at a time; load one of them")
+                    raise ExtensionError(f"{message}, but a request can only be in one sub-state; load one of them")
             if moves.setdefault((trigger, state, sub), sub_dest) != sub_dest:
-                message = f"{row}: another row leads from there to another sub-state; remove one"
+                message = f"{row}: another row with this source and trigger leads to another sub-state; remove one"
                 raise ExtensionError(message)
     return moves
 
@@ -211,13 +223,13 @@ def compile_sub_rows(extensions: Iterable[Declaration], phase: Moves) -> SubMove
 def _path(text: str, row: str) -> tuple[RequestState, str]:
     state, _, sub = text.partition(".")
     if state not in set(RequestState):
-        message = f"{row}: {state} is not a phase; use one of {', '.join(RequestState)}, or one with a dot and a name"
+        message = f"{row}: {state} is not a phase; use one of {', '.join(RequestState)}, or a sub-state: phase.name"
         raise ExtensionError(message)
     return RequestState(state), sub
 
 
 def table_fingerprint(regions: Iterable[Region], gating: Gating) -> str:
-    """Return the hash of rows and gating that is in every log's header."""
+    """Return the hash of the rows and of the gating. Every log's header contains this hash."""
     rows = [(region.name, *row) for region in regions for row in region.flat()]
     lines = sorted(" ".join(row) for row in (*rows, *gating.rows()))
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
@@ -225,13 +237,16 @@ def table_fingerprint(regions: Iterable[Region], gating: Gating) -> str:
 
 @attrs.define
 class _Model:
-    """State of the reference machine. `transitions` cannot drive a frozen class."""
+    """The state that a reference machine moves. The class is not frozen, because `transitions` sets the attribute."""
 
     state: str = INITIAL_STATE.value
 
 
 class ReferenceMachine:
-    """The same tables run by `transitions`, one flat machine per region: slow and independent, to test the dicts."""
+    """The transition tables as machines of the `transitions` library, one for each region.
+
+    They are slow, but independent of the dicts, so audits test the dicts against them.
+    """
 
     def __init__(self, regions: Collection[Region], gating: Gating) -> None:
         self.gating = gating
@@ -264,7 +279,10 @@ class ReferenceMachine:
         return self._walked[step]
 
     def after(self, trigger: str, states: tuple[State, ...]) -> tuple[tuple[State, ...], bool]:
-        """Return the states after `trigger`, one per region of a request or job, and whether all regions accept it."""
+        """Return the states after `trigger`, and whether all regions accept the trigger.
+
+        `states` has one state for each region of a request or job.
+        """
         step = (trigger, states)
         if step not in self._after:
             names = [self._region_of[type(state)] for state in states]
@@ -292,7 +310,10 @@ class ReferenceMachine:
 
 
 def mermaid_diagram(region: Region, events: Mapping[str, type[Event]]) -> str:
-    """Return a region's diagram for the docs: rows that move, labelled by trigger, or by event id for all variants."""
+    """Return a region's diagram for the docs. It has the rows that change the state.
+
+    A row's label is the trigger, or the event's id if all variants of the event lead from and to the same states.
+    """
     triggers: dict[tuple[State, State], list[str]] = {}
     for source, trigger, dest in region.flat():
         if source is not dest:

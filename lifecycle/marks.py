@@ -1,4 +1,7 @@
-"""Marks a method with the events that it handles: `@on(event class, …)`. Folds and checks are found by these marks."""
+"""The mark `@on(event class, …)`, which names the events that a method handles.
+
+Projections and checkers find their methods by these marks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 def on(*event_classes: type[msgspec.Struct] | UnionType) -> Callable[[_Method], _Method]:
     """Mark a method to be called with each event of these classes, or of the classes in a union.
 
-    A rule of an extension may name payload types of the extension's events. Its method is then called with the payload.
+    A method of an extension's rule may be marked with payload types of the extension's events. It is then called with
+    the payload.
     """
 
     def mark(method: _Method) -> _Method:
@@ -25,7 +29,7 @@ def on(*event_classes: type[msgspec.Struct] | UnionType) -> Callable[[_Method], 
 
 
 def marked(owner: object) -> list[tuple[type[Any], Callable[..., Any]]]:
-    """Return (event class, method) of all marked methods in the order of definition, base classes first."""
+    """Return (event class, method) for all marked methods, in the order of definition. Base classes come first."""
     methods = {
         name: function.event_classes
         for owner_class in reversed(type(owner).__mro__)

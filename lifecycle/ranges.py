@@ -1,13 +1,15 @@
 """Ranges of the numbers in a log.
 
-They are types of event fields, which msgspec checks when it decodes. A number outside its range makes its frame
-undecodable, and readers report the frame as damage. Encoding checks nothing, because a hook must not raise. So each
-range holds everything that vLLM, a worker or a faulty connector can send. Rules report numbers that are merely wrong.
+The ranges are types of event fields. Msgspec checks them when it decodes a log. A number outside its range makes its
+frame undecodable, and readers report the frame as damage. Encoding checks no ranges, because a hook must not raise.
+Each range therefore includes every number that vLLM, a worker or a faulty connector can send. Rules report wrong
+numbers inside a range.
 
-Fields and dict keys of the projections' states have the same types, because snapshots contain them. A state with a
-number outside its range is refused as a whole. Sums have wider ranges than the numbers that they add up.
+Fields and dict keys of the projections' states have the same types, because snapshots contain these states. A state
+with a number outside its range is refused as a whole. Sums have wider ranges than the numbers that they add up.
 
-A reader must not loop or allocate by such a number alone, however small its range is.
+A reader must not use a number from a log as the length of a loop or an allocation without another check, however small
+the number's range is.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ MAX_INT64 = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 """vLLM keeps token counts in 32-bit integers (`v1/worker/gpu_input_batch.py`, 0.32)."""
 MAX_COUNT = 2**53
-"""Integers up to here are exact in JSON, even for readers that use floating-point numbers."""
+"""Largest integer up to which all integers are exact in JSON, even for programs that use floating-point numbers."""
 MAX_NS = 2**62
 """146 years in nanoseconds."""
 MAX_RANKS = 4096
 MAX_SLOTS = 2**32
 MAX_BLOCK_TOKENS = 2**24
-"""Tokens of a block or a chunk. A state space model's block may be as long as the longest request."""
+"""Most tokens of a block or a chunk. A block of a state space model may be as long as the longest request."""
 MAX_GROUPS = 256
 
 TimeNs = Annotated[int, Meta(ge=0, le=MAX_NS)]
@@ -34,11 +36,11 @@ TimeNs = Annotated[int, Meta(ge=0, le=MAX_NS)]
 DurationNs = Annotated[int, Meta(ge=0, le=MAX_NS)]
 """Duration in nanoseconds."""
 NumTokens = Annotated[int, Meta(ge=-MAX_TOKENS, le=MAX_TOKENS)]
-"""Tokens that vLLM or kvledger counted. A negative number is wrong, and TOKEN_CONSERVATION reports it."""
+"""Tokens, as vLLM or kvledger counted them. The rule TOKEN_CONSERVATION reports a negative number."""
 SumOfTokens = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
-"""Sum of tokens in a state, or the difference of such a sum and another number."""
+"""Sum of numbers of tokens in a projection's state, or the difference between such a sum and another number."""
 Int64 = Annotated[int, Meta(ge=-(2**63), le=MAX_INT64)]
-"""A digest, or any number from a worker or a recorded connector; a rule checks it."""
+"""A digest, or any number from a worker or a recorded connector. Rules check such numbers."""
 NumBytes = Annotated[int, Meta(ge=0, le=MAX_NS)]
 """Bytes that were copied."""
 ChunkNumber = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -50,20 +52,20 @@ BlockNumber = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Slot = Annotated[int, Meta(ge=-1, le=MAX_SLOTS - 1)]
 """Slot of the host pool; -1 (`NO_SLOT`) for a page that is not stored."""
 NumSlots = Annotated[int, Meta(ge=0, le=MAX_SLOTS)]
-"""Number of slots, or an existing slot."""
+"""A number of slots, or the number of a slot in the host pool."""
 Group = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 """Index of a group of layers, from 0."""
 JobId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-"""Id of a copy; 0 for none."""
+"""Id of a job; 0 for no job."""
 Ordinal = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
-"""Ordinal of a life, from 0; -1 (`NO_LIFE`) for none."""
+"""Ordinal of a life, from 0; -1 (`NO_LIFE`) for no life."""
 LifeOrdinal = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """Ordinal of a life that has begun."""
 Generation = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
-"""How often a life lost what it had computed; -1 (`NO_LIFE`) without a life."""
+"""How often a life has lost computed tokens; -1 (`NO_LIFE`) if there is no life."""
 Step = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """Index of an engine step, from 0."""
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """How often something happened."""
 Sequence = Annotated[int, Meta(ge=0, le=MAX_INT64)]
-"""Sequence number of an event; 0 for none."""
+"""Sequence number of an event; 0 for no event."""

@@ -1,7 +1,7 @@
 """Replay: fold a stored log to the state at any event, and make every decision again.
 
-Folding makes no decisions, because decisions are events too. Deciding again tests today's code against the log. After a
-divergence, folding goes on with the recorded decisions.
+Folding makes no decisions, because decisions are events too. Making the decisions again tests today's code against the
+log. After a divergence, folding goes on with the recorded decisions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def fold(
     at: int | None = None,
     start: Projections | None = None,
 ) -> Projections:
-    """Return the state after the event with sequence number `at`, or after the last one. Changes `start` in place."""
+    """Return the state after the event with sequence number `at`, or after the last event if `at` is None.
+
+    `start` is the state before the first event, and is changed in place. None: an empty log.
+    """
     projections = core.new_projections(configuration) if start is None else start
     for sequence, event in events:
         if at is not None and sequence > at:
@@ -75,12 +78,12 @@ def fold(
 
 @attrs.define
 class ReplayedEvent:
-    """The present or last event of a replay. One object serves a whole replay."""
+    """The event that a replay folds now, or has folded last. A replay uses one such object for all events."""
 
     sequence: int = 0
     event: Event | None = None
     cause: int = 0
-    """Sequence number of the last observation, on which replay decides now."""
+    """Sequence number of the latest observation, on which the replay decides now."""
 
 
 _OF_A_JOB = {LookupDeferred, TransferAwaited, LoadCompleted, LoadFailed, SaveCompleted, SaveFailed}
@@ -89,14 +92,16 @@ _Standing = tuple[State, ...]
 
 
 class Replay:
-    """Folds events one by one, makes their decisions again, and walks the reference machine along.
+    """Folds events one by one, makes the decisions on them again, and compares states with the reference machine.
 
     Each decision is compared with the next event of the log, and that event is folded. At the first difference the turn
-    ends: the other recorded decisions on this observation are folded and not compared.
+    ends: the other recorded decisions on the same observation are folded, but not compared.
 
     Args:
-        reference: walked along; default: none.
-        start: the state before the first event, changed in place. Default: that of an empty log.
+        core: the core that decides and folds.
+        configuration: the configuration of the log.
+        reference: the reference machine; None: states are not compared.
+        start: the state before the first event, which is changed in place; None: an empty log.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class Replay:
         self.divergences = Divergences()
         self.reference_differences = Divergences()
         self.current = ReplayedEvent()
-        """The present or last event."""
+        """The event that is folded now, or was folded last."""
         self._is_extended = bool(core.extensions)
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
@@ -121,26 +126,26 @@ class Replay:
         self._events: Iterator[SequencedEvent] = iter(())
         self._read_ahead: SequencedEvent | None = None
         self._is_compared = False
-        """Whether all decisions on the last observation have been equal so far."""
+        """Whether all decisions on the latest observation have been equal to the log so far."""
         self._stands_aside = False
-        """Whether the ledger was corrupt by then, so that nothing was decided any more."""
+        """Whether the log is past the event that made its ledger corrupt. From then on, nothing was decided."""
         self.missing: Divergence | None = None
-        """A decision after the last event. The next event shows whether the log lacks it."""
+        """A decision that was made after the last event so far. The next event shows whether the log lacks it."""
         self._error: Exception | None = None
         self._unjudged = core.unjudged
         self.num_unjudged = 0
         """Observations on which an absent extension may have decided."""
 
     def run(self, events: Iterable[SequencedEvent]) -> None:
-        """Take all events, then finish."""
+        """Call `take` with all events, then `finish`."""
         self.take(events)
         self.finish()
 
     def take(self, events: Iterable[SequencedEvent]) -> None:
-        """Take events in log order. An observation must come with its decisions.
+        """Fold events in log order, and make their decisions again. An observation must come with its decisions.
 
         Raises:
-            Exception: whatever a fold raises; `current` has the event. Nothing more can be taken.
+            Exception: whatever a fold raises. `current` has the event. `take` must not be called again.
         """
         self._events = iter(events)
         while (following := self._next()) is not None:
@@ -154,7 +159,7 @@ class Replay:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the state alone determines what follows, if the next event is an observation."""
+        """Whether another replay could go on from the folded state alone, if the next event is an observation."""
         return self.missing is None and not self._stands_aside
 
     def _next(self) -> SequencedEvent | None:
@@ -226,7 +231,7 @@ class Replay:
             self._stop_extensions()
 
     def _stop_extensions(self) -> None:
-        """Report an extension whose code raises here although the log does not record that."""
+        """Report an extension whose code raises in this replay, although the log does not record that it raised."""
         for decision in self.projections.extensions.stops(self.current.cause):
             self._decided(decision)
 
@@ -236,7 +241,7 @@ class Replay:
         self.divergences.append(Divergence(sequence, recorded, decided))
 
     def _fold(self, sequence: int, event: Event) -> Subject:
-        """Fold an event and walk the reference machine along; return the event's subject."""
+        """Fold an event, compare the moved states with the reference machine, and return the event's subject."""
         self.num_events += 1
         self.current.sequence, self.current.event = sequence, event
         expected = [] if self._reference is None else self._expected(event, self._reference)
@@ -255,7 +260,7 @@ class Replay:
         event: Any,  # noqa: ANN401 -- of any class
         reference: ReferenceMachine,
     ) -> list[tuple[RequestRecord | Copy, _Standing]]:
-        """Return the request and jobs that an event moves, and the states that the reference leads them to."""
+        """Return (request or job that the event moves, states to which the reference machine leads it)."""
         expected: list[tuple[RequestRecord | Copy, _Standing]] = []
         # An arrival has no row in the tables, even if it uses an id again.
         if isinstance(event, RequestEvent) and type(event) is not RequestArrived:
@@ -275,9 +280,10 @@ def _standing(moved: RequestRecord | Copy) -> _Standing:
 
 
 def _walked(reference: ReferenceMachine, event: RequestEvent, record: RequestRecord) -> _Standing:
-    """Return the states that the reference leads a request to.
+    """Return the states to which the reference machine leads a request.
 
-    A decision about another life moves nothing, and one about another generation only if it is a quarantine.
+    A decision about another life moves nothing. A decision about another generation moves nothing either, unless it is
+    a quarantine.
     """
     before, gating = record.states, reference.gating
     if isinstance(event, RequestDecision) and (

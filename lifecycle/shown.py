@@ -1,4 +1,4 @@
-"""Shows configured values and addresses without passwords and tokens. It must not know any option."""
+"""Shows configured values and addresses without passwords and tokens. This module must not know any single setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUOTES: Final = " \t\r\n\"'\\"
 def without_credentials(text: str, *, is_address: bool = False) -> str:
     """Return the text without the user, password, query and fragment of the addresses in it.
 
-    Passwords may contain any character. If it is not clear where they end, everything after the scheme is left out.
+    A password may contain any character. If it is not clear where it ends, all text after the scheme is left out.
 
     Args:
         text: a message, or an address.
@@ -32,7 +32,7 @@ def without_credentials(text: str, *, is_address: bool = False) -> str:
 
 
 class Hidden(str):
-    """Replaces a value that must not be shown. Messages print it without quotation marks."""
+    """Text that replaces a value that must not be shown. Messages print this text without quotation marks."""
 
     __slots__ = ()
 
@@ -61,7 +61,10 @@ class Hidden(str):
 
 
 def shown(value: object) -> object:
-    """Return a configured value as messages may show it: addresses without credentials, no mappings, no JSON."""
+    """Return a configured value as messages may show it.
+
+    Addresses lose their credentials. Mappings, JSON and nested lists are replaced by their type and length.
+    """
     match value:
         case Hidden() | None | bool() | int() | float():
             return value
@@ -84,7 +87,7 @@ def _in_text(found: re.Match[str]) -> str:
 
 
 def _bare(rest: str) -> str:
-    """Return what follows the scheme of an address, without what may be secret."""
+    """Return the part of an address after its scheme, without anything that may be secret."""
     before, at, after = rest.rpartition("@")
     if at and re.search("[?#]", before):
         return _LEFT_OUT

@@ -1,7 +1,8 @@
-"""The whole state of the projections as bytes, and back, so that a fold can begin in the middle of a log.
+"""Converts the state of all projections to bytes and back, so that a fold can begin in the middle of a log.
 
-Each projection lists in its `State` what it remembers. Everything else is rebuilt from configuration and states. Only
-values of those types are read from the bytes. Another module handles files, hashes and positions in a log.
+Each projection declares in its `State` class what it remembers. Everything else is rebuilt from the configuration and
+these states. Only values of the declared types are read from the bytes. Another module handles the files of snapshots,
+their hashes and their positions in a log.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def capture(projections: Projections) -> bytes:
-    """Return the state of all projections."""
+    """Return the state of all projections as bytes."""
     return _encode({name: msgspec.Raw(state) for name, state in projections.snapshot().items()})
 
 
 def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Projections:
-    """Return projections with a captured state, under the same configuration.
+    """Return projections with a state that `capture` returned.
+
+    Core and configuration must be the same as at the capture. The caller must check this with `state_fingerprint`.
 
     Raises:
-        SnapshotError: the bytes are something else. `state_fingerprint` is not compared; the caller must do that.
+        SnapshotError: the bytes are not a state that this core can use.
     """
     projections = core.new_projections(configuration)
     try:
@@ -75,7 +78,10 @@ def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 -- what was read
 
 
 def state_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:
-    """Return a hash of what must be equal for a state to mean the same: core, configuration and state layout."""
+    """Return a hash of the core, the configuration and the layout of states.
+
+    A captured state can be restored only if this hash is the same as when the state was captured.
+    """
     states = core.new_projections(configuration).states()
     layout = {name: _layout(type(state)) for name, state in states.items()}
     parts = (core.fingerprint(), attrs.asdict(configuration), layout)
@@ -84,5 +90,5 @@ def state_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:
 
 @cache
 def _layout(state: type[msgspec.Struct]) -> str:
-    """Return the types in a state. Cached, because a log asks again for each new segment."""
+    """Return the types in a state as text. The text is cached, because every new segment of a log needs it again."""
     return repr(msgspec.inspect.type_info(state))

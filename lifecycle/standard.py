@@ -1,6 +1,6 @@
-"""The standard core: the one place that combines its events, rows, handlers and rules.
+"""The standard core: combines kvledger's own events, transition tables, handlers and rules.
 
-`projections/__init__.py` has the projections and the order in which they fold.
+`projections/__init__.py` has the core's projections and the order in which they fold.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""States of a request and of a transfer job, and what each means.
+"""The states of a request and of a job, and the meaning of each state.
 
 A request is in one state of each of its regions: its phase (`RequestState`), `blocks`, `first`, `current` and `trust`.
-A job is in one state of `work` and of `source`. `table.py` defines which event leads where, `handlers.py` what kvledger
-decides in a state.
+A job is in one state of `work` and of `source`. `table.py` defines to which state an event leads. `handlers.py` defines
+what kvledger decides in a state.
 """
 
 from __future__ import annotations
@@ -14,91 +14,92 @@ class RequestState(enum.StrEnum):
     """Phase of a request, as known from its events."""
 
     NEW = "new"
-    """Accepted, nothing computed. A load may already be filling its blocks."""
+    """vLLM has accepted the request and computed nothing for it. A load may already be filling its blocks."""
 
     CHUNKED_PREFILL = "chunked_prefill"
-    """Some known tokens are computed or in flight; the others are still to be scheduled."""
+    """Some of the request's known tokens are computed or in flight. The others wait for a later step."""
 
     RUNNING = "running"
-    """Every known token is computed or in flight; the request decodes."""
+    """Every known token of the request is computed or in flight. The request decodes."""
 
     PREEMPTED = "preempted"
-    """vLLM freed its blocks. What it had computed is at most in the host pool and in vLLM's prefix cache."""
+    """vLLM freed the request's blocks. Its computed tokens are at most in the host pool and in vLLM's prefix cache."""
 
     RECOVERING = "recovering"
-    """It has blocks again, which a load or a recomputation fills."""
+    """The request was preempted and has blocks again. A load or a recomputation fills them."""
 
     FINISHED = "finished"
-    """vLLM will not schedule it again. Copies of it may be in flight; it is forgotten when the last one is settled."""
+    """vLLM will not schedule the request again. Copies for it may be in flight. kvledger forgets the request when the
+    last of these copies is settled."""
 
 
 class BlocksRegion(enum.StrEnum):
     """Whether a request has blocks, and whether a load fills them."""
 
     NONE = "none"
-    """It holds no blocks."""
+    """The request holds no blocks."""
 
     GRANTED = "granted"
-    """It holds blocks, and no load of this generation is filling them."""
+    """The request holds blocks, and no load of the request's current generation is filling them."""
 
     LOADING = "loading"
-    """It holds blocks, and a load of this generation is filling them."""
+    """The request holds blocks, and a load of the request's current generation is filling them."""
 
 
 class FirstRegion(enum.StrEnum):
-    """Whether the request must compute something before it is offered another load."""
+    """Whether the request must compute tokens before it is offered another load."""
 
     COMPUTED = "computed"
-    """No load has failed since a step last computed something for it."""
+    """No load of the request has failed since a step last computed tokens for the request."""
 
     COMPUTES_FIRST = "computes_first"
-    """A load failed, and no step has computed anything for it since."""
+    """A load of the request failed, and no step has computed tokens for the request after that."""
 
 
 class CurrentRegion(enum.StrEnum):
-    """Whether what the request computes may be saved."""
+    """Whether tokens that the request computes may be saved."""
 
     CURRENT = "current"
-    """Nothing that it holds was computed before the last cache reset."""
+    """None of the tokens in the request's blocks were computed before the last cache reset."""
 
     STALE = "stale"
-    """The cache was reset while the request held blocks. Nothing that it computes on top of them may be saved."""
+    """The cache was reset while the request held blocks. Tokens computed on top of these blocks must not be saved."""
 
 
 class TrustRegion(enum.StrEnum):
     """Whether the request may use the cache."""
 
     TRUSTED = "trusted"
-    """Everything known about it is consistent."""
+    """Everything that kvledger knows about the request is consistent."""
 
     QUARANTINED = "quarantined"
-    """It gets no more hits and saves; it recomputes."""
+    """The request gets no more hits and no more saves. It computes its tokens."""
 
 
 class WorkRegion(enum.StrEnum):
-    """How far a transfer job is."""
+    """Progress of a job."""
 
     ISSUED = "issued"
-    """At least one rank has not reported."""
+    """At least one rank has not reported the job."""
 
     OVERDUE = "overdue"
-    """At least one rank has not reported, although the workers were asked to."""
+    """At least one rank has not reported the job, although kvledger asked the workers for their reports."""
 
     GIVEN_UP = "given_up"
-    """A save that counts as failed. A rank that has not reported may still write its slots."""
+    """The job is a save that counts as failed. A rank that has not reported the job may be writing its slots."""
 
     SETTLED = "settled"
-    """No rank reads or writes its blocks and slots any more."""
+    """The job is over. No rank reads or writes the job's blocks and slots any more."""
 
 
 class SourceRegion(enum.StrEnum):
-    """Whether the request still has the blocks that a transfer job reads or writes."""
+    """Whether the request still has the blocks that a job reads or writes."""
 
     OWNED = "owned"
-    """The request has them, or the copy runs within its step."""
+    """The request has the job's blocks, or the copy runs within a step."""
 
     FENCED = "fenced"
-    """vLLM took them, so the next step waits for the copy."""
+    """vLLM took the job's blocks or may overwrite them, so the next step waits for the copy."""
 
 
 INITIAL_STATE = RequestState.NEW

@@ -1,8 +1,8 @@
-"""Writes an engine's step as `StepScheduled`: only what differs from the expected.
+"""Encodes an engine's step as `StepScheduled`, which contains only the differences from the expected step.
 
 A request that decoded one token in its last step is expected to decode one more. A caller that knows every scheduled
-request uses `encode`. An adapter that can see faster that nothing changed uses the other methods one by one. This
-module must not know an engine.
+request uses `encode`. An adapter that has a faster way to find the differences uses the other methods instead. This
+module must not know a particular engine.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kvledger.lifecycle.states import TrustRegion
 
 @attrs.frozen
 class Scheduled:
-    """One request in one step. Token counts are those before the step."""
+    """One request in one step. The numbers of tokens are those before the step."""
 
     request_id: str
     num_computed_tokens: int
-    """Computed tokens, including those scheduled in an earlier step."""
+    """Computed tokens, including tokens that an earlier step has scheduled."""
     num_scheduled_tokens: int
     """Tokens to compute in this step."""
     num_tokens: int
     """Known tokens: prompt and output."""
     new_block_ids: tuple[int, ...] = ()
-    """Blocks appended to the request's table since its last step, without those in `BlocksAllocated`."""
+    """Blocks appended to the request's table since its last step, without blocks that a `BlocksAllocated` contains."""
     num_in_flight_tokens: int = 0
-    """Computed tokens of steps that have not ended; they may still be written or taken back."""
+    """Computed tokens of steps in flight. They may not be written yet, or vLLM may take them back."""
 
 
 class StepEncoder:
-    """Encodes a step from what a ledger has folded so far. It keeps no state."""
+    """Encodes steps with the state that a ledger has folded so far. The encoder itself keeps no state."""
 
     def __init__(self, projections: Projections) -> None:
         self._projections = projections
@@ -44,7 +44,8 @@ class StepEncoder:
     def encode(self, scheduled: Iterable[Scheduled], time_ns: int) -> StepScheduled:
         """Return the step that schedules these requests and no others.
 
-        Unknown requests are only counted. Chunk keys must be observed before the step in which their chunks settle.
+        Of a request that the ledger does not know, only the scheduled tokens are counted. Record chunk keys
+        (`ChunkKeysObserved`) before the step in which their chunks settle.
         """
         requests = {request.request_id: request for request in scheduled}
         known = [
@@ -75,7 +76,7 @@ class StepEncoder:
         )
 
     def is_expected(self, record: RequestRecord, num_computed_tokens: int, num_scheduled_tokens: int) -> bool:
-        """Whether the request does what the log expects, so that nothing is written."""
+        """Whether the request does what the log expects in this step, so that the event leaves it out."""
         return (
             num_scheduled_tokens == 1
             and record.ordinal in self._tracker.computed.decoding
@@ -94,7 +95,10 @@ class StepEncoder:
     def settled(
         self, record: RequestRecord, num_settled_tokens: int, num_in_flight_tokens: int = NOT_RECORDED
     ) -> SettledTokens | None:
-        """Return the entry of a request with enough settled chunks whose keys are known, else None."""
+        """Return the request's entry in `StepScheduled.settled`; None if it needs no entry.
+
+        A request needs an entry if enough chunks with known keys have settled, and if it is not quarantined.
+        """
         threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
         if num_settled_tokens < threshold or record.trust is TrustRegion.QUARANTINED:
             return None

@@ -1,58 +1,60 @@
-"""The transition tables of requests and transfer jobs.
+"""The transition tables of requests and jobs.
 
-Rule 1: Only these tables move states. Handlers, projections and adapters set no state; they produce events, and the
-        tables define where these lead.
+Rule 1: Only these tables move states. Handlers, projections and adapters set no state. They produce events, and the
+        tables define to which states the events lead.
 Rule 2: The tables do nothing else. Token counts, blocks, chunks and jobs belong to the projections.
-Rule 3: An event is illegal if `PHASE` or `BLOCKS` names it but has no row for it in the present state. It stays in the
-        log, kvledger records a violation, and the request recomputes. `GATING` defines what it still changes. The other
-        regions refuse nothing: each has a row for every state and every event that it names.
+Rule 3: An event is illegal if `PHASE` or `BLOCKS` names it but has no row for it in the present state. An illegal event
+        stays in the log, kvledger records a violation, and the request recomputes. `GATING` defines what an illegal
+        event changes nevertheless. The other regions refuse nothing: each has a row for every state and every event
+        that it names.
 Rule 4: No row leaves `finished`, no row starts from "any state", no pair of state and trigger occurs twice, and every
         state can be reached. `machine.py` refuses other tables.
 
 Theory of operation
-  Each region is a flat machine of its own. An event moves every region that names it, and is legal if all of them
-  accept it. No region depends on the state of another one. `RequestArrived` creates a request in the initial state of
-  each region, so it has no row.
+  Each region is a separate state machine. An event moves every region that names it, and is legal if all of these
+  regions accept it. No region depends on the state of another region. `RequestArrived` creates a request in the initial
+  state of each region, so it has no row.
 
-  PHASE. A new request is looked up any number of times; lookups do not move it. `BlocksAllocated` does not either,
-  because blocks are no progress. A step that schedules its tokens does: `PrefillAdvanced` if known tokens remain for
-  later steps, `PrefillCompleted` if none do. A preempted request becomes `recovering` when it has blocks again, and
-  leaves that state in the same two ways once its load has arrived.
+  PHASE. A new request can be looked up any number of times. Lookups do not move it. `BlocksAllocated` does not move it
+  either, because blocks are no progress. A step that schedules tokens of the request moves it: with `PrefillAdvanced`
+  if known tokens remain for later steps, otherwise with `PrefillCompleted`. A preempted request becomes `recovering`
+  when it has blocks again. It leaves `recovering` with one of the same two events, after its load has arrived.
 
-  The next turn of a streaming session keeps the blocks and has new tokens to compute, so it is `chunked_prefill`. So is
-  a running request after a rollback, for example after a failed load.
+  At the next turn of a streaming session, the request keeps its blocks and has new tokens to compute, so it becomes
+  `chunked_prefill`. A running request also becomes `chunked_prefill` after a rollback, for example after a failed load.
 
-  BLOCKS is about one generation: a load that is in flight when the next one begins belongs to the earlier one. The
-  region refuses two things. A load needs granted blocks, because a generation has one load at a time. A lookup is
-  refused while a load fills the blocks, because vLLM looks up only requests that hold none. A lookup with granted
-  blocks leads to `none`: after a failed asynchronous load, vLLM frees the blocks and calls no hook.
+  BLOCKS describes one generation. If a load is in flight when the next generation begins, the load belongs to the
+  earlier generation. The region refuses a load unless the blocks are granted, because a generation has one load at a
+  time. It refuses a lookup while a load fills the blocks, because vLLM looks up only requests that hold no blocks. A
+  lookup with granted blocks leads to `none`: after a failed asynchronous load, vLLM frees the blocks and calls no hook.
 
-  FIRST. A rollback to nothing begins a generation, so the `LoadFailed` that follows is about the earlier one and does
-  not move the request. The request runs and is not looked up, so it has nothing to compute first.
+  FIRST. A rollback to 0 tokens begins a generation. The `LoadFailed` that follows is about the earlier generation, so
+  it does not move the request. The request runs and is not looked up, so it does not have to compute tokens first.
 
-  CURRENT. What is computed on top of stale tokens is stale too. Whether lost blocks may be saved depends on the state
-  before they were lost, so a preemption leads back to `current`.
+  CURRENT. Tokens that are computed on top of stale tokens are stale too. A preemption leads back to `current`: whether
+  the lost blocks may be saved depends on the state before the preemption.
 
-  Jobs are known by their id. An event about a job of an earlier generation moves the job, not the request.
+  An event names a job by its id. If the job is of an earlier generation, the event moves the job, but not the request.
 
 Triggers
-  A trigger is an event's id, or `id/variant` if one of its fields decides; the event's class names that field. `all`:
-  no computed token is kept. Three triggers are not events of their own:
-  `tokens.scheduled` is a row of a step, `cache.reset/held` is a reset for a request that holds blocks, and
-  `transfer.reported/whole` is the report after which every rank has reported.
+  A trigger is an event's id, or `id/variant` if a field of the event decides which row applies. The event's class names
+  that field. The variant `all` means that no computed token is kept. Three triggers are not events of their own:
+  `tokens.scheduled` is the part of a step that is about one request, `cache.reset/held` is a reset for a request that
+  holds blocks, and `transfer.reported/whole` is the report after which every rank has reported.
 
 Not in the tables
-  - Ranks that have reported, ranks that reported twice, the epoch of a job: sets and numbers, not states.
-  - Whether a save read doubtful blocks: about the chunks, not the copy.
-  - Failed loads: a count.
-  - The answer that was not claimed, the tail, the keys: values that are replaced as a whole.
-  - Whether a tail or a chunk is saved: follows from its job.
-  - Uses of a chunk (promised, read, waited for): several at a time.
-  - Blocks that could not be filled, that a request lost or that a window left: a request has many, and its next table
-    replaces them.
-  - Whether a request decodes one token per step: how steps are written.
-  - Sub-states: rows of extensions, which refuse nothing and lead where their phase leads. The audit checks the phase, a
-    test the sub-states.
+  - The ranks that have reported, the ranks that reported twice, the number of resets before a job: these are sets and
+    numbers, not states.
+  - Whether a save read doubtful blocks: this is a property of the chunks, not of the copy.
+  - The number of failed loads: it is a count, not a state.
+  - The answer that was not claimed, the tail, the chunk keys: these are values, which are replaced as a whole.
+  - Whether a tail or a chunk is saved: this follows from its job.
+  - The uses of a chunk (promised, read, waited for): a chunk can have several uses at a time.
+  - Blocks that could not be filled, that a request lost or that a window left: a request has many such blocks, and its
+    next block table replaces them.
+  - Whether a request decodes one token per step: this only decides how steps are written.
+  - Sub-states: they have rows of extensions. These rows refuse nothing, and lead to the phase to which the core's row
+    leads. Audits check the phase, and a test checks the sub-states.
 
 The diagrams in `docs/states.md`, the reference machines and the compiled tables are generated from these rows.
 """
@@ -76,7 +78,7 @@ from kvledger.lifecycle.states import RequestState as S
 
 State = enum.StrEnum
 Rows = tuple[tuple[State | tuple[State, ...], str | tuple[str, ...], State | None], ...]
-"""(sources, triggers, dest): each trigger leads from each source to dest; None: the state stays."""
+"""(sources, triggers, dest): each trigger leads from each source to dest. If dest is None, the state stays."""
 
 STAY = None
 
@@ -85,14 +87,14 @@ NO_EVENTS = ("tokens.scheduled", "cache.reset/held", "transfer.reported/whole")
 
 @attrs.frozen
 class Region:
-    """One flat machine."""
+    """One state machine of a request or a job."""
 
     name: str
     states: type[State]
     initial: State
     rows: Rows
     may_refuse: bool = False
-    """Whether a missing row makes an event illegal. In other regions it is an error in the table."""
+    """Whether a missing row makes an event illegal. If not, a missing row is an error in the table."""
     terminal: State | None = None
     """The state that no row leaves."""
 
@@ -172,7 +174,7 @@ BLOCKS = Region(
     ),
     may_refuse=True,
 )
-"""Whether it holds blocks, and whether a load fills them."""
+"""Whether the request holds blocks, and whether a load fills these blocks."""
 
 _COMPUTED, _COMPUTES_FIRST = FirstRegion
 FIRST = Region(
@@ -184,7 +186,7 @@ FIRST = Region(
         ((_COMPUTED, _COMPUTES_FIRST), "tokens.scheduled", _COMPUTED),
     ),
 )
-"""Whether it must compute before it is offered another load."""
+"""Whether the request must compute tokens before it is offered another load."""
 
 _CURRENT, _STALE = CurrentRegion
 CURRENT = Region(
@@ -198,7 +200,7 @@ CURRENT = Region(
         ((_CURRENT, _STALE), "session.continued/part", STAY),
     ),
 )
-"""Whether what it computes may be saved."""
+"""Whether tokens that the request computes may be saved."""
 
 TRUST = Region(
     "trust",
@@ -206,7 +208,7 @@ TRUST = Region(
     TrustRegion.TRUSTED,
     ((tuple(TrustRegion), "request.quarantined", TrustRegion.QUARANTINED),),
 )
-"""Whether it may use the cache."""
+"""Whether the request may use the cache."""
 
 _ISSUED, _OVERDUE, _GIVEN_UP, _SETTLED = WorkRegion
 WORK = Region(
@@ -223,7 +225,7 @@ WORK = Region(
     may_refuse=True,
     terminal=_SETTLED,
 )
-"""How far a job is. `source` is a separate region because a job may be asked after and fenced in either order."""
+"""The progress of a job. `source` is a separate region, because a job can become overdue and fenced in either order."""
 
 _OWNED, _FENCED = SourceRegion
 SOURCE = Region(
@@ -235,27 +237,31 @@ SOURCE = Region(
         ((_OWNED, _FENCED), "transfer.awaited/ask", STAY),
     ),
 )
-"""Whether the request still has the job's blocks."""
+"""Whether the request still holds the job's blocks."""
 
 REGIONS = (PHASE, BLOCKS, FIRST, CURRENT, TRUST)
-"""Of a request."""
+"""The regions of a request."""
 JOB_REGIONS = (WORK, SOURCE)
-"""Of a transfer job."""
+"""The regions of a job."""
 
 
 @attrs.frozen
 class Gating:
-    """Consequences of observations about one request that its states refuse."""
+    """What an observation about one request changes although the request's states refuse it."""
 
     resync: Mapping[tuple[S, str], tuple[S, BlocksRegion]]
-    """(Phase, trigger) → phase and blocks afterwards, for a refused observation that implies blocks: they were given in
-    a hook of kvledger that failed. Other refused observations that are folded move the regions that accept them."""
+    """(phase, trigger) → (phase, blocks) afterwards, for a refused observation that shows that the request has blocks.
+
+    vLLM gave these blocks to the request in a hook of kvledger that failed. Any other refused observation that is
+    folded moves only the regions that accept it.
+    """
     closed_fold: Mapping[str, tuple[str, ...]]
-    """Id of an observation that may be refused → projections that fold it anyway, because it did change which blocks
-    are whose, or which life a request is in."""
+    """Id of an observation that may be refused → projections that fold the observation even then.
+
+    They fold it because it changes which request has which blocks, or which generation a request is in.
+    """
     never: tuple[str, ...]
-    """Ids of observations about one request that are always folded in full: they begin or end everything that it
-    has."""
+    """Ids of observations about one request that are always folded in full, because they begin or end a life."""
 
     def rows(self) -> Iterable[tuple[str, str, str]]:
         """Yield (kind, observation, consequence) of each entry."""

@@ -1,7 +1,7 @@
-"""A turn: what a handler gets when an observation concerns a request in its state.
+"""A turn: what a handler gets when an observation concerns a request in the handler's state.
 
-Each decision is recorded and folded at once, so the handler's next line sees its effect. A turn does not know whether
-something is decided for the first time or in a replay.
+Each decision is recorded and folded at once, so the next line of the handler sees its effect. A turn does not know
+whether it belongs to a ledger or to a replay.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ Decide = Callable[[Event], object]
 
 
 class TurnEnded(Unstoppable):
-    """Ends a handler whose further decisions do not count. Not an `Exception`, so that handlers do not catch it."""
+    """Ends a handler whose further decisions do not count. It is not an `Exception`, so handlers do not catch it."""
 
 
 class EngineTurn(msgspec.Struct, eq=False):
-    """An observation that concerns no single request; it is already folded.
+    """A turn for an observation that concerns no single request. The observation is already folded.
 
     Raises:
-        TurnEnded: by `decide`, if nothing more can be decided. Do not catch it.
+        TurnEnded: `decide` raises it if nothing more can be decided. Do not catch it.
     """
 
     projections: Projections
-    """Everything that is known; read only."""
+    """The state that follows from the log. Do not change it."""
     decide: Decide
     """Records a decision and folds it."""
     cause: int
-    """Sequence number of the observation; every decision names it."""
+    """Sequence number of the observation. Every decision has it as its `cause`."""
 
     def altered(self, change: Callable[[Event], Event | None]) -> Self:
-        """Return the same turn with each decision passed through `change` first; None drops the decision."""
+        """Return a copy of the turn that passes each decision through `change` first.
+
+        If `change` returns None, the decision is dropped.
+        """
 
         def decide(decision: Event) -> None:
             changed = change(decision)
@@ -53,9 +56,9 @@ class EngineTurn(msgspec.Struct, eq=False):
 
 
 class Turn(EngineTurn, eq=False):
-    """An observation that concerns one request."""
+    """A turn for an observation that concerns one request."""
 
     record: RequestRecord
     """The request after the observation."""
     before: Before
-    """Generation and states of the request before the observation: what it had. `record` has what it has now."""
+    """Generation and states of the request before the observation. `record` has the present ones."""

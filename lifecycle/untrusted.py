@@ -1,8 +1,9 @@
 """Decoders for bytes that another program may have written: files of a log directory, payloads, stream messages.
 
 Whatever is wrong with the bytes, these functions raise `Undecodable`, so that a reader can report damage. They also
-refuse values nested deeper than `MAX_DEPTH`, for which Python raises RecursionError, here or when the value is printed
-or compared. Every decoder of the project is made here. Only the module that encodes a format knows its types.
+refuse values that are nested deeper than `MAX_DEPTH`: Python may raise RecursionError when it decodes, prints or
+compares such a value. Every decoder of the project is made here. The types of a format are defined by the module that
+encodes the format.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_DEPTH: Final = 64
 
 _T = TypeVar("_T")
 Hook = Callable[[type, Any], Any]
-"""Makes a value of a type that msgspec does not know; the `dec_hook` of msgspec."""
+"""Converts a decoded value to a type that msgspec does not know. It is passed to msgspec as `dec_hook`."""
 
 
 class Undecodable(ValueError):
@@ -39,7 +40,7 @@ class Undecodable(ValueError):
 
 
 def from_msgpack(data: bytes, kind: type[_T] | Any = Any, hook: Hook | None = None) -> _T:  # noqa: ANN401 -- a union is no type
-    """Return `data` as a value of the type `kind`. Raises `Undecodable`."""
+    """Decode msgpack `data` and return a value of the type `kind`. Raises `Undecodable`."""
     try:
         value: _T = msgspec.msgpack.decode(data, type=kind, dec_hook=hook, ext_hook=_no_extension_type)
     except BaseException as error:  # a hook, a constructor or the decoder may raise anything on foreign bytes
@@ -50,7 +51,7 @@ def from_msgpack(data: bytes, kind: type[_T] | Any = Any, hook: Hook | None = No
 
 
 def from_json(data: bytes | str, kind: type[_T]) -> _T:
-    """Return `data` as a value of the type `kind`. Raises `Undecodable`."""
+    """Decode JSON `data` and return a value of the type `kind`. Raises `Undecodable`."""
     try:
         value = msgspec.json.decode(data, type=kind)
     except BaseException as error:
@@ -60,7 +61,7 @@ def from_json(data: bytes | str, kind: type[_T]) -> _T:
 
 
 def converted(value: object, kind: type[_T] | Any, hook: Hook | None = None) -> _T:  # noqa: ANN401 -- a union is no type
-    """Return a decoded `value` as one of the type `kind`. Raises `Undecodable`."""
+    """Convert `value`, which is already decoded, to the type `kind`. Raises `Undecodable`."""
     try:
         result: _T = msgspec.convert(value, kind, dec_hook=hook)
     except BaseException as error:
@@ -70,9 +71,10 @@ def converted(value: object, kind: type[_T] | Any, hook: Hook | None = None) -> 
 
 
 def msgpack_decoder(kind: Any, hook: Hook | None = None) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a union is no type
-    """Return a function that decodes values of one type fast, for many or large values. It raises `Undecodable`.
+    """Return a function that decodes msgpack to values of the type `kind`. The function raises `Undecodable`.
 
-    It does not check nesting: `kind` must be a type without `Any` in what is printed or compared.
+    It is fast for many or large values, because it does not check how deep they are nested. A part of a value that is
+    printed or compared must therefore not have the type `Any`.
     """
     decode = msgspec.msgpack.Decoder(kind, dec_hook=hook, ext_hook=_no_extension_type).decode
 
@@ -87,7 +89,7 @@ def msgpack_decoder(kind: Any, hook: Hook | None = None) -> Callable[[bytes], An
 
 
 def as_counter(counter_type: type, counts: dict[Any, int]) -> Counter[Any]:
-    """Decode a counter, as a `Hook`: msgspec encodes counters and does not decode them."""
+    """Return a counter that was decoded as a dict. Use it as a `Hook`, because msgspec does not decode counters."""
     (key_type,) = get_args(counter_type)
     return Counter({key_type(key): int(count) for key, count in counts.items()})
 

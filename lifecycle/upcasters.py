@@ -1,8 +1,8 @@
-"""Upcasters: how old versions of an event's fields become today's, so that old logs stay readable.
+"""Upcasters: functions that convert the fields of an event's old version, so that old logs stay readable.
 
 When an event changes, give its class the new fields and the next version, and add an upcaster to `standard.py` that
-converts the old fields. A log of version 1 goes through every step up to today's version. This module knows fields by
-name and nothing about bytes. It has no upcasters itself, because they are a part of the core.
+converts the old fields. An event of version 1 goes through every upcaster up to today's version. This module knows the
+names of fields and nothing about bytes. It contains no upcasters, because these are a part of the core.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Fields = Mapping[str, Any]
 """Field name → value, of one event."""
 Upcaster = Callable[[Fields], Fields]
 Upcasters = Mapping[tuple[str, int], Upcaster]
-"""(Event id, version) → how to convert the fields of that version to the next."""
+"""(event id, version) → function that converts the fields of that version to the next version."""
 
 
 class UpcasterError(ValueError):
-    """The upcasters do not lead from every old version to today's: a bug in the code, with which no core is made."""
+    """The upcasters do not lead from every old version to today's. This is a bug in the code: no core can be made."""
 
 
 def check_upcasters(upcasters: Upcasters, events: Mapping[str, type[Event]]) -> None:
@@ -45,7 +45,7 @@ def check_upcasters(upcasters: Upcasters, events: Mapping[str, type[Event]]) -> 
             if (event_id, known) not in upcasters:
                 message = (
                     f"{event_id}: the event is in version {event_class.version}, but no upcaster leads from version "
-                    f"{known} to {known + 1}, so logs with it could not be read; write one and give it to the core"
+                    f"{known} to {known + 1}, so logs with that version could not be read; add one to the core"
                 )
                 raise UpcasterError(message)
 

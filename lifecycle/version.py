@@ -1,5 +1,5 @@
-"""The version of this release. The build reads it from here; otherwise only CITATION.cff contains it."""
+"""The version of this release. The build reads it from here. The only other file that contains it is CITATION.cff."""
 
 __version__ = "0.1.0"
-"""Version of the whole distribution. `kvledger.__version__` is this one, so that the core imports nothing from
-outside."""
+"""Version of the whole distribution, also available as `kvledger.__version__`. It is defined here because the core must
+import nothing from outside."""

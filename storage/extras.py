@@ -1,4 +1,4 @@
-"""The optional modules that kvledger needs, and the extra that brings each. Imports none of them."""
+"""The optional modules that kvledger uses, and the extra that installs each. Imports none of these modules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Final
 
 CONNECTOR: Final = ("numpy", "packaging", "prometheus_client", "pydantic", "structlog", "torch", "vllm")
-"""Modules that the connector needs. The extra brings all but vLLM itself."""
+"""Modules that the connector needs. The extra `connector` installs all of them except vLLM."""
 
 OTLP: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-"""Modules that `kvledger export --otlp` needs; other packages share their namespace."""
+"""Modules that `kvledger export --otlp` needs, by full name: other packages have modules in `opentelemetry`, too."""
 
 EXTRAS: Final = MappingProxyType(
     {
@@ -22,18 +22,19 @@ EXTRAS: Final = MappingProxyType(
         "pyarrow": "lake",
     }
 )
-"""Module → the extra that brings it."""
+"""Module → the extra that installs it."""
 
 
 def require(what: str, *modules: str) -> None:
     """Raise an error if one of `modules` is not installed.
 
     Args:
-        what: the feature that needs them, for the message.
-        modules: keys of `EXTRAS`, all of one extra.
+        what: name of the feature that needs the modules, for the message.
+        modules: keys of `EXTRAS` that belong to the same extra.
 
     Raises:
-        ModuleNotFoundError: names every missing module, and the command that installs them.
+        ModuleNotFoundError: a module is missing. The message names all missing modules and the command that installs
+            them.
     """
     missing = [name for name in modules if sys.modules.get(name) is None and not _is_found(name)]
     if not missing:

@@ -7,12 +7,12 @@ This prints why the tokens of a request were computed:
     for reason in kvledger.open_log("logs").request("chat-17").why():
         print(reason)
 
-`open_log` takes one log, or a folder with the logs of several engine starts. It needs neither vLLM nor torch. `Log` has
-the entries, requests, lookups, copies, steps and evictions of a log. `verify` checks the log against all rules, and
-`to_arrow` and `to_pandas` return tables.
+`open_log` takes one log, or a folder with the logs of several engine starts. It needs neither vLLM nor torch, and
+returns a `Log`. A `Log` has the entries, requests, lookups, copies, steps and evictions of the log. Its method `verify`
+checks the log against all rules, and its methods `to_arrow` and `to_pandas` return tables.
 
-`import kvledger` imports nothing else; each name below is imported on first use. `kvledger.lifecycle` is the core,
-`kvledger.storage` keeps events and KV pages, and `kvledger.adapters` connects both to vLLM and to people.
+`import kvledger` imports no other module. Each name below is imported on first use. `kvledger.lifecycle` is the core,
+`kvledger.storage` keeps events and KV pages, and `kvledger.adapters` connects both to vLLM and to the command line.
 """
 
 from typing import TYPE_CHECKING

@@ -1,1 +1,1 @@
-"""What a recorder's log contains: its events, their handlers and descriptions, the rules for it. No vLLM."""
+"""The core for a recorder's log: its events, handlers, descriptions and rules. This package must not import vLLM."""

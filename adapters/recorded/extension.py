@@ -1,8 +1,8 @@
-"""Adds a recorded connector's answers to the core: as events, and as handlers that turn them into decisions.
+"""Adds a recorded connector's answers to the core, as events and as handlers that make decisions of them.
 
-A hook call is one of the core's observations. The connector's answer follows as an event of this extension, which leads
-to the core's decision with the same content. So tools treat the log like kvledger's own. This module must not know vLLM
-or any connector.
+A hook call is recorded as one of the core's observations. The connector's answer follows as an event of this extension.
+A handler then makes the core's decision with the same content. Tools can therefore read the log like a log of
+kvledger's own connector. This module must not know vLLM or any connector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNKNOWN = MissReason.RECORDED.value
 
 
 class Recorder(InWords):
-    """The extension in a recorder's core."""
+    """The extension that makes a recorder's core of the standard core."""
 
     rows = (
         # The log does not have the reason why a connector keeps blocks.
@@ -58,9 +58,10 @@ def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
 
 
 def _load(turn: Turn, event: e.BlocksAllocated) -> None:
-    """Issue the load that vLLM accepted; only the connector knows from where.
+    """Record the load that vLLM claimed. Its slots are unknown, because only the connector knows where the KV is.
 
-    A claim of no tokens, of fewer, or of tokens that the table has no blocks for fills no block, so it is not a load.
+    A claim fills no block, and is therefore no load, if its number of tokens is zero or negative, or if the request's
+    table has no blocks for the tokens.
     """
     answer = turn.record.claimed
     if event.num_external_tokens <= 0 or answer is None or answer.generation != turn.record.generation:
@@ -85,21 +86,21 @@ def _load(turn: Turn, event: e.BlocksAllocated) -> None:
 
 
 class Preempted(StateHandler):
-    """A preempted request: looked up until it gets blocks."""
+    """Handler of a preempted request, which vLLM looks up until the request gets blocks."""
 
     state = RequestState.PREEMPTED
 
     def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
-        """Take the connector's answer."""
+        """Record the connector's answer."""
         _answer(turn, event)
 
     def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
-        """Issue the load, if vLLM accepted one."""
+        """Record the load, if vLLM claimed one."""
         _load(turn, event)
 
 
 class New(Preempted):
-    """A new request: looked up, given blocks, computed."""
+    """Handler of a new request, which vLLM looks up, gives blocks and computes."""
 
     state = RequestState.NEW
 
@@ -108,17 +109,17 @@ class New(Preempted):
         decisions.reports.report_progress(turn)
 
     def transfer_settled(self, turn: Turn, _job: object) -> None:
-        """Report progress after its load."""
+        """Report progress after the request's load."""
         decisions.reports.report_progress(turn)
 
 
 class ChunkedPrefill(StateHandler):
-    """A request that computes its prompt; the next turn of its session gets blocks here."""
+    """Handler of a request that computes its prompt. In this state, the next turn of a session gets its blocks."""
 
     state = RequestState.CHUNKED_PREFILL
 
     def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
-        """Issue the load, if vLLM accepted one."""
+        """Record the load, if vLLM claimed one."""
         _load(turn, event)
 
     def tokens_scheduled(self, turn: Turn) -> None:
@@ -127,19 +128,19 @@ class ChunkedPrefill(StateHandler):
 
 
 class Running(StateHandler):
-    """A request that decodes: no progress to report."""
+    """Handler of a request that decodes. It has no progress to report."""
 
     state = RequestState.RUNNING
 
 
 class Recovering(New):
-    """A request that has blocks again, and may be looked up before it computes."""
+    """Handler of a request that has blocks again after a preemption, and may be looked up before it computes."""
 
     state = RequestState.RECOVERING
 
 
 class Finished(StateHandler):
-    """A finished request whose blocks the connector keeps, or whose load has not ended."""
+    """Handler of a finished request whose blocks the connector keeps, or whose load has not ended."""
 
     state = RequestState.FINISHED
 

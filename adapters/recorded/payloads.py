@@ -1,6 +1,6 @@
-"""The recorder's own events: a wrapped connector's answers, its workers' reports, its copies.
+"""The recorder's own events: answers of the wrapped connector, reports of its workers, and its copies.
 
-They have their own module so that the rules can import them. Numbers are tokens unless stated otherwise.
+The events are in a module of their own, so that the rules can import them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _UNITS = {
     "LMCacheConnectorV1": "lmcache.chunk_size",
     "LMCacheMPConnector": "lmcache.chunk_size",
 }
-"""Connector → the option with the number of tokens that it matches at a time (vLLM 0.32,
+"""Connector → the option that has the number of tokens that the connector saves or finds together (vLLM 0.32,
 `kv_connector/v1/offloading/config.py`; LMCache 0.5.6, `lmcache/v1/config.py`)."""
 
 
 class RecordingStarted(msgspec.Struct, frozen=True):
-    """What is wrapped, in which engine, from vLLM's configuration."""
+    """The wrapped connector and its engine, as vLLM's configuration describes them."""
 
     recorder: str
     """The recorder's class."""
     kv_transfer: dict[str, Any]
-    """The value of `--kv-transfer-config` without the recorder; options that `options.py` does not list have their type
-    and length as value."""
+    """The wrapped connector's part of `--kv-transfer-config`. Options that `adapters/recorder/options.py` does not list
+    have only their type and length as value."""
     num_blocks: Count
     block_bytes: NumBytes
     """Bytes of one block on one rank, over all layers."""
@@ -41,10 +41,13 @@ class RecordingStarted(msgspec.Struct, frozen=True):
     max_num_batched_tokens: NumTokens
     max_model_len: NumTokens
     speculates: bool = False
-    """Whether the engine computes tokens that it may reject."""
+    """Whether the engine uses speculative decoding, which computes tokens that can be rejected."""
 
     def unit_tokens(self, block_size: int) -> int:
-        """Return how many tokens the connector matches at a time, from its options; 0 if they do not have it."""
+        """Return the number of tokens that the connector saves or finds together, from the connector's options.
+
+        0: the options do not have this number. `block_size` is the block size of vLLM.
+        """
         options = self.kv_transfer.get("kv_connector_extra_config")
         option = _UNITS.get(str(self.kv_transfer.get("kv_connector")))
         if not isinstance(options, dict) or option is None:
@@ -56,12 +59,12 @@ class RecordingStarted(msgspec.Struct, frozen=True):
 
 
 class LookupReturned(msgspec.Struct, frozen=True):
-    """The answer of `get_num_new_matched_tokens`, after its `lookup.requested`."""
+    """The wrapped connector's answer to a lookup. It follows the lookup's event `lookup.requested`."""
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
     num_external_tokens: Int64 | None
-    """None: vLLM has to ask again."""
+    """Offered tokens; None: vLLM has to ask again later."""
     is_async: bool
     duration_ns: DurationNs
 
@@ -72,38 +75,40 @@ class EndReturned(msgspec.Struct, frozen=True, omit_defaults=True):
     keeps_blocks: bool
     duration_ns: DurationNs
     kept_by: tuple[Int64, ...] = ()
-    """Places of the children of a recorded `MultiConnector` that keep the blocks; empty: none, or not recorded."""
+    """The children of a recorded `MultiConnector` that keep the blocks, by their numbers from 0. Empty: none, or the
+    recorded connector is no `MultiConnector`."""
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """A hook without an answer about one request has returned."""
+    """A hook of the wrapped connector has returned, other than those of `LookupReturned` and `EndReturned`."""
 
     hook: str
     duration_ns: DurationNs
 
 
 class WorkerStarted(msgspec.Struct, frozen=True):
-    """First event of a worker's log. The header has the same."""
+    """First event of a worker's log. The log's header has the same content."""
 
     engine_id: str
-    """vLLM's, as in the header of the scheduler's log."""
+    """vLLM's engine id, as in the header of the scheduler's log."""
     rank: Int64
     connector: str
     """Class of the wrapped connector."""
 
 
 class Called(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A hook of the wrapped connector is about to be called: any of a worker, or one that no observation records."""
+    """A hook of the wrapped connector is about to be called. Written on workers, and for hooks without observation."""
 
     hook: str
     step: Int64 = -1
-    """Number of the step, from 0, as the scheduler's log counts steps; -1: outside a step."""
+    """Number of the step, from 0, counted like the steps in the scheduler's log. -1: the call is outside a step."""
     layer: str = ""
-    """Of a hook for one layer, recorded for the first layer of a step or if it raises."""
+    """Layer, for a hook that is called for each layer; empty for other hooks. Such a call is recorded only for the
+    first layer of a step, or if it raises."""
 
 
 class Reported(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one worker's hook reported, if anything: request ids and blocks."""
+    """The request ids and blocks that a hook of one worker reported. Written only if there are any."""
 
     hook: str
     finished_sending: tuple[str, ...] = ()
@@ -113,32 +118,36 @@ class Reported(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkersReported(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What `update_connector_output` gets: request ids and blocks."""
+    """The request ids and blocks that all workers report to the wrapped connector's `update_connector_output`."""
 
     finished_sending: tuple[str, ...] = ()
     finished_recving: tuple[str, ...] = ()
     failed_recving: tuple[str, ...] = ()
     invalid_block_ids: tuple[Int64, ...] = ()
     unread: str = ""
-    """Class of the workers' metadata, if no decoder reads it."""
+    """Class of the workers' metadata if no decoder reads this metadata; otherwise empty."""
 
 
 class ReportedToVLLM(WorkersReported, frozen=True, omit_defaults=True):
-    """What vLLM gets of that after the hook, which may have changed it. Not written if it is empty."""
+    """The request ids and blocks that vLLM gets after `update_connector_output`, which may have changed the reports.
+
+    Not written if there are none.
+    """
 
 
 OWN = -1
-"""In `ReportedBy.child`: the recorded connector itself."""
+"""Value of `ReportedBy.child` for the recorded connector itself."""
 
 
 class ReportedBy(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Ends reported by a worker of the recorded connector, or of a child of a recorded `MultiConnector`: request ids.
+    """Ids of requests for which one worker reports that a load or the sending of blocks has ended.
 
-    Written only if there are siblings, because vLLM merges their reports.
+    The report is from the recorded connector, or from a child of a recorded `MultiConnector`. Written only if there are
+    other children, because vLLM merges the reports of all children.
     """
 
     child: Int64
-    """Place among the children, or `OWN`."""
+    """Number of the child in the `MultiConnector`, from 0, or `OWN`."""
     connector: str
     """Class of the connector."""
     rank: Int64
@@ -148,10 +157,10 @@ class ReportedBy(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LoadChosen(msgspec.Struct, frozen=True):
-    """Which child of a recorded `MultiConnector` loads for a request that got blocks to load into."""
+    """The child of a recorded `MultiConnector` that loads for a request, after the request got blocks for the load."""
 
     child: Int64
-    """Place among the children."""
+    """Number of the child in the `MultiConnector`, from 0."""
     connector: str
 
 
@@ -160,23 +169,27 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Transferred(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A copy that the connector's metadata hands to its workers, as a decoder reads it."""
+    """A copy that the connector gives its workers, as a decoder reads it from the connector's metadata."""
 
     job: str
-    """The connector's name for it."""
+    """The connector's name for the copy."""
     is_load: bool
     group: Int64
-    """Group of layers, from 0; -1 if the metadata does not have it."""
+    """Number of the layer group, from 0; -1: the metadata does not name the group."""
     first_block: Int64
-    """Index of the first block in the request's table; -1 if the metadata does not have it."""
+    """Index of the copy's first block in the request's block table; -1: the metadata does not have the index."""
     block_ids: tuple[Int64, ...]
     ends_with: str = ""
-    """One of `ENDS`; empty if the log does not show the end."""
+    """How the log shows the end of the copy, one of `ENDS`. Empty: the log does not show the end."""
     is_whole: bool = False
-    """Whether it copies all tokens of each of its blocks; False if the metadata does not show that."""
+    """Whether the copy has all tokens of each of its blocks. False also if the metadata does not show this."""
 
     def places(self, table: Sequence[int]) -> Iterator[int | None]:
-        """Yield each block's index in a table, after that of the one before; None, and stop, if it is not there."""
+        """Yield the index in `table` of each of the copy's blocks.
+
+        The first block must be at `first_block`, if that is known, each other block after the block before it. At the
+        first block for which this is not true, yield None and stop.
+        """
         start, end = self.first_block, self.first_block + 1
         for block_id in self.block_ids:
             places = range(max(start, 0), min(end, len(table)))
@@ -188,47 +201,49 @@ class Transferred(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TransferredFor(msgspec.Struct, frozen=True):
-    """A copy for a request that is over or no longer has these blocks; with an empty id, for no known request."""
+    """A copy for a request that has ended or no longer has the copy's blocks. The id is empty if it is unknown."""
 
     request_id: str
     copy: Transferred
 
 
 class TransfersEnded(msgspec.Struct, frozen=True):
-    """Jobs of copies that all workers have reported as done."""
+    """The copies that all workers have reported as done, by their jobs."""
 
     jobs: tuple[str, ...]
 
 
 class TransfersAwaited(msgspec.Struct, frozen=True):
-    """Jobs of copies that the workers finish before this step computes anything."""
+    """The copies that the workers must finish before the current step computes anything, by their jobs."""
 
     jobs: tuple[str, ...]
 
 
 STEP, JOB, REQUEST = ENDS = ("step", "job", "request")
-"""When a copy is done: before the next step, when the workers report its job, or when vLLM gets its request's end."""
+"""How the log shows that a copy has ended. `STEP`: the next step begins. `JOB`: the workers report the copy's job.
+`REQUEST`: vLLM gets the end of the load, or of the sending, for the copy's request."""
 
 
 class MetadataSeen(msgspec.Struct, frozen=True):
-    """The recorded connector, or a child of a recorded `MultiConnector`, hands its workers metadata of this class."""
+    """The recorded connector, or a child of a recorded `MultiConnector`, gives its workers metadata of a new class."""
 
     place: str
-    """Prefix of the names of the child's jobs; empty for the recorded connector."""
+    """Prefix of the names of the child's jobs, for example "0/"; empty for the recorded connector."""
     metadata: str
     is_decoded: bool
-    """Whether a decoder reads it, so that all copies are in the log."""
+    """Whether a decoder reads this metadata, so that the log has all copies of this connector."""
 
 
 class Undecoded(msgspec.Struct, frozen=True):
-    """A decoder failed on metadata of this class. Copies are not recorded from here on."""
+    """A decoder could not read metadata of the class `metadata`. From this event on, the log has no copies."""
 
     metadata: str
     error: str
 
 
 CHILD = "inside of MultiConnector"
-"""Begins the note of a recorder inside another connector: vLLM's reports include its siblings'."""
+"""First words of the note that another connector contains the recorder. The reports in the log then include those of
+the other children."""
 
 
 class RecorderEvents(Extension):

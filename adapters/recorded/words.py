@@ -1,4 +1,4 @@
-"""A recorder's events in English, figures and evidence for tools, and the call that a log ends in.
+"""A recorder's events in English, with figures and evidence for tools, and the hook call in which a log ends.
 
 This module must not know vLLM or any connector.
 """
@@ -18,10 +18,10 @@ from kvledger.lifecycle import LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
 
 SLOW_NS = 10 * 10**6
-"""Longer hooks are mentioned; a whole step of a small model takes as long."""
+"""Duration from which a hook call is mentioned. A whole step of a small model takes as long."""
 
 _MAX_NAMED = 8
-"""Blocks of a copy that are listed."""
+"""Maximum number of a copy's blocks that are listed."""
 _CALLS: Mapping[type[e.Event], str] = MappingProxyType(
     {
         e.RequestArrived: "on_new_request",
@@ -32,7 +32,7 @@ _CALLS: Mapping[type[e.Event], str] = MappingProxyType(
         e.CacheReset: "reset_cache",
     }
 )
-"""Observation → the hook of the wrapped connector that it begins."""
+"""Observation → the hook of the wrapped connector that is called after it."""
 
 
 _WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
@@ -40,13 +40,15 @@ _WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
         payloads.LookupReturned: lambda answer: _slow("get_num_new_matched_tokens", answer.duration_ns),
         payloads.Returned: lambda returned: _slow(returned.hook, returned.duration_ns),
         payloads.EndReturned: lambda answer: (
-            "the connector keeps its blocks" if answer.keeps_blocks else _slow("request_finished", answer.duration_ns)
+            "the connector keeps the request's blocks"
+            if answer.keeps_blocks
+            else _slow("request_finished", answer.duration_ns)
         ),
-        payloads.Sent: lambda _: "the connector no longer needs its blocks, and vLLM frees them",
+        payloads.Sent: lambda _: "the connector no longer needs the request's blocks, and vLLM frees them",
         payloads.Transferred: lambda copy: f"the connector gives its workers a copy: {_copy(copy)}",
         payloads.TransferredFor: lambda each: (
             f"the connector gives its workers a copy for request {each.request_id}, "
-            f"which no longer holds the blocks: {_copy(each.copy)}"
+            f"which has ended or no longer holds the blocks: {_copy(each.copy)}"
         ),
         payloads.TransfersEnded: lambda ended: f"the workers have finished {', '.join(ended.jobs)}",
         payloads.TransfersAwaited: lambda awaited: f"the workers finish {', '.join(awaited.jobs)} before this step",
@@ -65,7 +67,7 @@ def _slow(hook: str, duration_ns: int) -> str:
 def _copy(copy: payloads.Transferred) -> str:
     num_blocks = len(copy.block_ids)
     blocks = ", ".join(map(str, copy.block_ids[:_MAX_NAMED])) + ", …" * (num_blocks > _MAX_NAMED)
-    where = f"from block {copy.first_block} of its table on" if copy.first_block >= 0 else "of its table"
+    where = f"from block {copy.first_block} of the block table on" if copy.first_block >= 0 else "of the block table"
     group = f" of group {copy.group}" * (copy.group > 0)
     verb = "load" if copy.is_load else "save"
     return f"{verb} {copy.job}, {num_blocks} block{'s' * (num_blocks != 1)} ({blocks}){group}, {where}"
@@ -83,7 +85,7 @@ def _ends(prefix: str, ends: payloads.WorkersReported) -> str:
 
 
 def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> str:
-    """Return what the workers were given to save since the request arrived; empty if nothing."""
+    """Return a text about the blocks that the workers got to save since the request arrived. Empty: none."""
     num_blocks: Counter[int] = Counter()
     last = 0
     for sequence, event in events:
@@ -95,26 +97,38 @@ def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration)
         return ""
     most = max(num_blocks.values())
     num_tokens = most * configuration.block_size
-    return f"the connector gave its workers {most} of its blocks to save ({num_tokens} tokens), last at event {last}"
+    return (
+        f"the connector gave its workers {most} of the request's blocks to save ({num_tokens} tokens), last at event "
+        f"{last}"
+    )
 
 
 class InWords(RecorderEvents):
-    """What people read about the events."""
+    """A recorder's events, with the texts and figures that tools show about them."""
 
     def words(self, payload: msgspec.Struct) -> str | None:
-        """Return a recorder's event in English; "" if the decision after it has the same."""
+        """Return the event with this payload in English.
+
+        "": there is nothing to say, or the decision after the event says the same. None: tools print name and fields.
+        """
         describe = _WORDS.get(type(payload))
         return None if describe is None else describe(payload)
 
     def evidence(self, events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterator[str]:
-        """Yield what the workers had been given to save, if the connector keeps blocks."""
+        """If the last event is that the connector keeps the request's blocks, yield why.
+
+        The text says which blocks the workers had got to save.
+        """
         _, event = events[-1]
         payload = payload_of(event) if isinstance(event, e.ExtensionObserved) else None
         if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
-            yield _saved(events, configuration) or "the log does not show why"
+            yield _saved(events, configuration) or "the log does not show why the connector keeps the blocks"
 
     def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
-        """Words → amount: time in hooks, kinds of answers, copies and blocks."""
+        """Return figure → amount, for the event with this payload.
+
+        The figures are times in hooks, and numbers of answers, copies and blocks.
+        """
         match payload:
             case payloads.LookupReturned():
                 num = payload.num_external_tokens
@@ -133,7 +147,10 @@ class InWords(RecorderEvents):
         return {}
 
     def under_way(self, event: e.Event) -> str | None:
-        """Return the call that the connector is in after this event; "" if none, None if the event does not show it."""
+        """Return the hook call in which the connector is after `event`.
+
+        "": the connector is in no call. None: the event does not show it.
+        """
         hook = _CALLS.get(type(event))
         if hook is not None:
             request_id = getattr(event, "request_id", "")

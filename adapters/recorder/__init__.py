@@ -1,9 +1,9 @@
-"""Wraps any vLLM connector and writes a log of it that kvledger's tools read and audit like its own.
+"""Wraps any vLLM connector and writes a log of its calls. kvledger's tools read and audit this log like any other.
 
-Set `"kv_connector": "KVLedgerRecorder"` or `"KVLedgerRecorderHMA"` in `--kv-transfer-config`, and the connector to wrap
-under `"connector"` in its extra configuration. If vLLM does not load kvledger's plugin, add
-`"kv_connector_module_path": "kvledger.adapters.recorder"`. Importing this package does not import vLLM until a class is
-used.
+In `--kv-transfer-config`, set `"kv_connector"` to `"KVLedgerRecorder"` or `"KVLedgerRecorderHMA"`, and write the
+connector to wrap under `"connector"` in `"kv_connector_extra_config"`. If vLLM does not load kvledger's plugin, add
+`"kv_connector_module_path": "kvledger.adapters.recorder"`. vLLM is imported only when a class of this package is used,
+not when the package is imported.
 """
 
 from __future__ import annotations

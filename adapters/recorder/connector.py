@@ -1,7 +1,7 @@
 """The classes that vLLM creates instead of the recorded connector.
 
-They forward every call and return every answer unchanged. The scheduler's side logs each call before it forwards it,
-and each answer before vLLM gets it. Each worker writes its own log.
+The classes forward every call and return every answer unchanged. The scheduler's side logs each call before the call is
+forwarded, and each answer before vLLM gets it. Each worker writes a log of its own.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NEVER = 1 << 40
-"""Limit on deferred lookups, failed loads, silent steps and milliseconds that no recorded connector reaches."""
+"""Value for kvledger's limits on deferred lookups, failed loads, silent steps and milliseconds, so large that no
+recorded connector reaches them."""
 
 
 def _configuration(kv_cache_config: KVCacheConfig, groups: Groups, *, speculates: bool) -> LedgerConfiguration:
-    """Return the configuration of the scheduler's and the workers' logs."""
+    """Return the configuration for the logs of the scheduler and of the workers."""
     block_size = versions.block_size(kv_cache_config)
     return LedgerConfiguration(
         block_size=block_size,
@@ -78,14 +79,14 @@ def _configuration(kv_cache_config: KVCacheConfig, groups: Groups, *, speculates
 
 @forwards_everything
 class KVLedgerRecorder(KVConnectorBase_V1):
-    """Records any connector, for models with one group of layers or with vLLM's hybrid memory switched off.
+    """Records any connector, for models with one group of layers, or if vLLM's hybrid memory is switched off.
 
     Raises:
-        ConfigurationError: at start, if no connector is named or the named one cannot be wrapped.
+        ConfigurationError: at start, if the configuration names no connector, or a connector that cannot be wrapped.
     """
 
     clock: ClassVar[Callable[[], int]] = time.monotonic_ns
-    """Clock of all event times, in nanoseconds. A simulation sets its own before it builds an engine."""
+    """Clock of all event times, in nanoseconds. A simulation sets another clock before it creates an engine."""
 
     @refusals_are_said()
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -96,7 +97,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         self.recording: Recording | None = None
         """None on workers."""
         self.worker_recording: WorkerRecording | None = None
-        """None in the scheduler's process, and without `log_dir`: a worker's log in memory could not be read."""
+        """None in the scheduler's process. Also without `log_dir`, as nobody could read a worker's log in memory."""
         self.digests: RecordedPages | None = None
         """None in the scheduler's process, or if the configuration asks for no digests."""
         self.ends: WorkerEnds | None = None
@@ -173,7 +174,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return getattr(self.wrapped, name)
 
     def _timed(self, hook: str, request: Request | None, *arguments: object) -> tuple[Any, int]:
-        """Call a hook of the wrapped connector; return its answer and its duration in nanoseconds."""
+        """Call a hook of the wrapped connector; return the hook's answer and duration in nanoseconds."""
         clock = type(self).clock
         began = clock()
         try:
@@ -187,7 +188,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     # --- both sides ------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Bind a step's metadata to both connectors, because vLLM checks the recorder for metadata."""
+        """Bind a step's metadata to the recorder, where vLLM looks for it, and to the wrapped connector."""
         super().bind_connector_metadata(connector_metadata)
         if self.digests is not None:
             self.digests.step_begins(connector_metadata)
@@ -197,31 +198,31 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         self._on_worker("bind_connector_metadata", metadata)
 
     def clear_connector_metadata(self) -> None:
-        """End the step."""
+        """Clear the metadata of both connectors, and end the step."""
         super().clear_connector_metadata()
         self.wrapped.clear_connector_metadata()
         if self.worker_recording is not None:
             self.worker_recording.step_ends()
 
     def get_kv_connector_stats(self) -> RecordedStats | None:
-        """Return the wrapped connector's figures, with its class."""
+        """Return the wrapped connector's figures in an envelope with the name of the connector's class."""
         return enveloped(self.wrapped, self.wrapped.get_kv_connector_stats())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Return figures that the wrapped connector's class built from `data`; None without `data`."""
+        """Return figures that the wrapped connector's class builds from `data`, in an envelope; None without `data`."""
         return opened(data)
 
     @classmethod
     @refusals_are_said()
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
-        """Return the wrapped connector's metrics."""
+        """Return the wrapped connector's metrics, adapted to figures in an envelope; None: it has no metrics."""
         config = wrapped_config(vllm_config)
         metrics = wrapped_class(transfer_of(config)).build_prom_metrics(config, *arguments, **named)
         return None if metrics is None else RecordedPromMetrics(metrics)
 
     def shutdown(self) -> None:
-        """Shut down the wrapped connector first, to log what it raises."""
+        """Shut down the wrapped connector, then close the log. The log has any exception of the wrapped connector."""
         side = self.recording or self.worker_recording
         if self.recording is not None:
             self.recording.shutting_down()
@@ -237,7 +238,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     # --- worker ------------------------------------------------------------------------------------
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> Any:
-        """Forward the wrapped connector's own metadata."""
+        """Forward the wrapped connector's own metadata, without the recorder's envelope."""
         return self._on_worker("handle_preemptions", opened_pages(kv_connector_metadata))
 
     def _on_worker(self, hook: str, *arguments: object) -> Any:
@@ -249,19 +250,19 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         )
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> Any:
-        """Learn where the pages lie, and forward."""
+        """Note where the KV tensors are, for digests, and forward the call."""
         if self.digests is not None:
             self.digests.register(kv_caches)
         return self._on_worker("register_kv_caches", kv_caches)
 
     def wait_for_save(self) -> Any:
-        """Digest what the step computed, then forward."""
+        """Compute the digests of the pages that the step copies, then forward the call."""
         if self.digests is not None:
             self.digests.step_has_computed()
         return self._on_worker("wait_for_save")
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Forward, digest arrived loads, and note reported ends."""
+        """Forward the call, compute digests of the loads that have arrived, and note the reported ends."""
         results = self._on_worker("get_transfer_results", finished_req_ids)
         if self.digests is not None:
             self.digests.received(results.finished_recving or (), results.failed_recving or ())
@@ -270,7 +271,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return results
 
     def build_connector_worker_meta(self) -> Any:
-        """Return the wrapped connector's metadata with digests and reported ends."""
+        """Return the wrapped connector's metadata in an envelope, with the digests and reported ends."""
         metadata = self._on_worker("build_connector_worker_meta")
         if self.digests is not None:
             self.digests.reported(metadata)
@@ -287,13 +288,13 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return self.recording
 
     def _called(self, hook: str, request: Request | None, *arguments: object) -> Any:
-        """Call a hook, record its duration, and return its answer."""
+        """Call a hook of the wrapped connector, record the duration, and return the hook's answer."""
         answer, duration_ns = self._timed(hook, request, *arguments)
         self._recorded.returned(hook, duration_ns)
         return answer
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Take the scheduler's block manager, and forward."""
+        """Keep the scheduler's block manager, and forward the call."""
         self._recorded.bind(kv_cache_manager)
         self.wrapped.bind_kv_cache_manager(kv_cache_manager)
 
@@ -311,14 +312,14 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return answer
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Record the request's blocks and the child that loads into them."""
+        """Record the blocks that the request got, and which child of a `MultiConnector` loads into these blocks."""
         self._recorded.allocated(request, blocks, num_external_tokens)
         if num_external_tokens:
             self._recorded.load_chosen(request, self.wrapped)
         self._called("update_state_after_alloc", request, request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Record a step and its copies. Returns the metadata, with the pages to digest if any."""
+        """Record a step and its copies. Return the metadata, in an envelope if workers must digest pages."""
         self._recorded.step(scheduler_output)
         metadata: KVConnectorMetadata
         metadata, duration_ns = self._timed("build_connector_meta", None, scheduler_output)
@@ -328,14 +329,18 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return returned
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Record what the workers report and what the wrapped connector leaves of it for vLLM."""
+        """Record the workers' reports, and the reports that vLLM gets, which the wrapped connector may have changed."""
         digests, ends = taken_out(connector_output)
         self._recorded.workers_report(connector_output, digests, ends)
         _, duration_ns = self._timed("update_connector_output", None, connector_output)
         self._recorded.reported_to_vllm(connector_output, duration_ns)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Record an end. A wrapped connector that supports several groups gets the hook that vLLM would call."""
+        """Record the end of a request.
+
+        If the wrapped connector supports several groups of layers, `request_finished_all_groups` is called, as vLLM
+        would do.
+        """
         if isinstance(self.wrapped, SupportsHMA):
             return self._end(request, "request_finished_all_groups", (block_ids,))
         return self._end(request, "request_finished", block_ids)
@@ -349,19 +354,19 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return answer
 
     def reset_cache(self) -> bool | None:
-        """Record a reset."""
+        """Record a reset of the cache."""
         self._recorded.reset()
         answer: bool | None = self._called("reset_cache", None)
         return answer
 
 
 class KVLedgerRecorderHMA(KVLedgerRecorder, SupportsHMA):
-    """The same for connectors that support vLLM's hybrid memory: the model may have several groups of layers."""
+    """Records a connector that supports vLLM's hybrid memory. The model may then have several groups of layers."""
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Record an end."""
+        """Record the end of a request."""
         return self._end(request, "request_finished_all_groups", block_ids)
 
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 def described(
     recorder: str, config: VllmConfig, kv_cache_config: KVCacheConfig, transfer: KVTransferConfig
 ) -> RecordingStarted:
-    """Describe the wrapped connector and its engine.
+    """Return the event that describes the wrapped connector and its engine.
 
     Args:
-        recorder: the recorder's class.
+        recorder: name of the recorder's class.
         config: vLLM's configuration.
-        kv_cache_config: the scheduler's.
-        transfer: the wrapped connector's.
+        kv_cache_config: KV cache configuration of the scheduler.
+        transfer: the wrapped connector's part of vLLM's configuration.
     """
     scheduler = config.scheduler_config
     return RecordingStarted(

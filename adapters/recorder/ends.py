@@ -1,9 +1,10 @@
-"""Records which connector reported which ends.
+"""Records which connector reported which ends of loads and of kept blocks.
 
-vLLM merges the reports of all workers, and a `MultiConnector` those of its children. Each worker therefore notes the
-ends that the wrapped connector, or each child of a wrapped `MultiConnector`, reports. They travel in the envelope
-around the worker metadata (`page_digests.py`). The scheduler's side records the wrapped connector's own ends only if
-another connector holds the recorder, which a worker does not know (`place.py`).
+vLLM merges the reports of all workers, and a `MultiConnector` merges the reports of its children. Each worker therefore
+notes the ends that the wrapped connector, or each child of a wrapped `MultiConnector`, reports. The noted ends reach
+the scheduler's side in the envelope around the worker metadata (`page_digests.py`). The ends of the wrapped connector
+itself are recorded only if another connector contains the recorder. A worker does not know this, so the scheduler's
+side decides it (`place.py`).
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from kvledger.lifecycle import described, logged_request_id
 
 
 def children_of(connector: object) -> tuple[Any, ...]:
-    """Return the children of a `MultiConnector` (`kv_connector/v1/multi_connector.py`, 0.32); others have none."""
+    """Return the children of a `MultiConnector` (`kv_connector/v1/multi_connector.py`, 0.32); empty for others."""
     return tuple(getattr(connector, "_connectors", ()))
 
 
 def name_of(connector: object) -> str:
-    """Return the connector's class; for a recorder, the wrapped one's."""
+    """Return the name of the connector's class. For a recorder, return the name of the wrapped connector's class."""
     return type(vars(connector).get("wrapped", connector)).__name__
 
 
 @attrs.define(eq=False)
 class Keepers:
-    """Notes, on the scheduler's side, which children of a `MultiConnector` keep the blocks of an ended request."""
+    """Notes which children of a `MultiConnector` keep the blocks of an ended request. For the scheduler's side."""
 
     _connector: Any
     _found: list[int] = attrs.field(factory=list, init=False)
@@ -42,7 +43,7 @@ class Keepers:
                     self._watch(place, child, hook)
 
     def take(self) -> tuple[int, ...]:
-        """Return the places of children that kept blocks since the last call."""
+        """Return the numbers, from 0, of the children that kept blocks since the last call of this method."""
         found, self._found = self._found, []
         return tuple(sorted(set(found)))
 
@@ -61,7 +62,7 @@ class Keepers:
 @guarded({"_note": Fallback()})
 @attrs.define(eq=False)
 class WorkerEnds:
-    """Notes which ends connectors report on one rank."""
+    """Notes the ends that connectors report on one rank."""
 
     _connector: Any
     _rank: int
@@ -72,15 +73,15 @@ class WorkerEnds:
             self._watch(place, child)
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Log that an end was not noted. The guard calls this."""
+        """Log a warning that an end was not noted. The guard calls this method if another one raises."""
         messages.warning("kvledger could not record which connector reported an end", hook=hook, error=described(error))
 
     def reported(self, results: Any) -> None:
-        """Note the wrapped connector's answer to `get_transfer_results`."""
+        """Note the ends in the wrapped connector's answer to `get_transfer_results`."""
         self._note(payloads.OWN, name_of(self._connector), results)
 
     def take(self) -> tuple[payloads.ReportedBy, ...]:
-        """Return the ends noted since the last call."""
+        """Return the ends that were noted since the last call of this method."""
         found, self._found = self._found, []
         return tuple(found)
 

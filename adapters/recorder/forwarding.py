@@ -1,7 +1,7 @@
 """Forwards everything in vLLM's base class of connectors to the wrapped connector.
 
-The forwarders are generated from the installed class, so methods of later versions are forwarded too. Methods of
-`connector.py` take precedence. This module must not know what any method means.
+The forwarders are generated from the installed version's class, so methods that later versions add are forwarded, too.
+A method that is defined in `connector.py` takes precedence. This module must not know what any method means.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kvledger.adapters.recorder.wrapped import unwrapped
 from kvledger.adapters.vllm.messages import refusals_are_said
 
 NOT_FORWARDED = frozenset({"role", "has_connector_metadata"})
-"""Names that the base class answers from what both connectors were given."""
+"""Names that are not forwarded. For these, vLLM's base class gives the same answer as the wrapped connector."""
 
 
 def public_names() -> Iterator[str]:
-    """Yield the public names of a connector and its class."""
+    """Yield the public names in vLLM's base classes of connectors that are forwarded."""
     for base in (KVConnectorBase_V1, SupportsHMA):
         yield from (name for name in vars(base) if not name.startswith("_") and name not in NOT_FORWARDED)
 
 
 def forwards_everything(recorder: type[Any]) -> type[Any]:
-    """Class decorator: add a forwarder for each public name that the class does not define."""
+    """Class decorator: add a forwarder for each public name that the decorated class does not define."""
     for name in public_names():
         if name in vars(recorder):
             continue

@@ -1,6 +1,7 @@
-"""The recorder's ledger: records and commits events, and never affects the recorded connector.
+"""The recorder's ledger: it records and commits events, and never affects the recorded connector.
 
-If recording fails, it logs the reason and stops; calls are still forwarded. It must not know vLLM's hooks.
+If recording fails, the ledger logs the reason and records nothing more. Calls are forwarded as before. This module must
+not know vLLM's hooks.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, described, rai
 from kvledger.lifecycle import events as e
 
 STOPPED = "recording stopped in "
-"""Begins the note with which a recording ends early."""
+"""First words of the note that ends a recording early."""
 
 
 class RecorderLog:
-    """The log of the scheduler's side or of a worker."""
+    """The log of the scheduler's side, or of one worker."""
 
     def __init__(
         self, core: Core, configuration: LedgerConfiguration, log: OpenedLog, clock: Callable[[], int]
@@ -40,11 +41,11 @@ class RecorderLog:
         return self._clock() - self._opened_ns
 
     def observe(self, event: e.Event) -> list[e.Event]:
-        """Record an observation and return its decisions."""
+        """Record an observation. Return the decisions that the core made because of it."""
         return self.ledger.observe(event)
 
     def note(self, payload: msgspec.Struct, request_id: str | None = None) -> None:
-        """Record an event of the recorder, about a request or about the engine."""
+        """Record an event of the recorder about a request. Without `request_id`, the event is about the engine."""
         if request_id is None:
             self.observe(Recorder.noted(payload, self.now()))
         else:
@@ -70,12 +71,14 @@ class RecorderLog:
         """Log why recording failed, and stop recording."""
         if self.is_ended:
             return
-        self.messages.error("kvledger's recorder has stopped; the connector goes on", hook=hook, error=described(error))
+        self.messages.error(
+            "kvledger's recorder has stopped; the connector continues", hook=hook, error=described(error)
+        )
         try:
             self.observe(e.LogNote(f"{STOPPED}{hook}: {without_secrets(error)}", self.now()))
         except BaseException as again:  # noqa: BLE001 -- nothing is left that could be said
             raise_if_unstoppable(again)
-            self.messages.error("the log does not contain why the recorder stopped", error=described(again))
+            self.messages.error("the log does not contain the reason why the recorder stopped", error=described(again))
         self.commit()
         self.is_ended = True
 

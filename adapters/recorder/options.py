@@ -1,7 +1,8 @@
-"""Decides which options of a connector a log may contain, by an allow list: no rule recognises every secret.
+"""Decides which options of a connector a log may contain.
 
-Other values are replaced by their type and length. Sources, below vLLM 0.32's `vllm/` unless they say otherwise: C is
-`distributed/kv_transfer/kv_connector/v1/`, O is `v1/kv_offload/`.
+An allow list names these options, because no rule recognises every secret. The values of other options are replaced by
+their type and length. In the comments with sources, C is `distributed/kv_transfer/kv_connector/v1/` and O is
+`v1/kv_offload/`, in `vllm/` of vLLM 0.32 if the comment names no other source.
 """
 
 from __future__ import annotations
@@ -221,23 +222,25 @@ _ENDING: Final = ", not recorded)"
 
 
 def recorded_options(options: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return what a log may contain of a connector's options.
+    """Return a connector's options in the form in which a log may contain them.
 
-    A name is kept if it has at most 48 characters: letters, `_`, `-`, `.` and up to 3 digits. A value is kept if its
-    name is on the allow list and it looks as expected. Otherwise its type and length replace it.
+    A name is kept if it has at most 48 characters, which may be letters, `_`, `-`, `.` and up to 3 digits. A value is
+    kept if its name is on the allow list and the value has the expected form. Any other value is replaced by its type
+    and length.
     """
     return _mapping(options, 0)
 
 
 def is_recorded(value: object) -> bool:
-    """Whether a value in a log is the configured one, not its type and length."""
+    """Whether `value`, from a log, is the configured value. False if it is only the value's type and length."""
     return not (isinstance(value, str) and value.startswith("(") and value.endswith(_ENDING))
 
 
 def without_unrecorded(text: str, options: Mapping[Any, Any]) -> str:
-    """Return a message, such as a connector's exception, without the texts and numbers that are not recorded.
+    """Return the message `text` without the texts and numbers of `options` that a log may not contain.
 
-    Values of fewer than four characters stay, because they also occur in words.
+    The message is a connector's exception, for example. Values of fewer than four characters are not removed, because
+    they also occur in words.
     """
     unrecorded = set(_leaves(options)) - set(_leaves(recorded_options(options)))
     forms = {form for value in unrecorded for form in _forms(value)}
@@ -248,7 +251,7 @@ def without_unrecorded(text: str, options: Mapping[Any, Any]) -> str:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """Yield forms in which an exception may quote a text; of an address, also user and password."""
+    """Yield the forms in which an exception may quote the text `value`, including user and password of an address."""
     yield from (value, repr(value)[1:-1], json.dumps(value)[1:-1], quote(value, safe=""))
     credentials, at, _ = value.partition("://")[2].rpartition("@")
     if at:
@@ -257,7 +260,7 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def _leaves(value: object) -> Iterator[str]:
-    """Yield every text and number in a value, names included."""
+    """Yield every text and every number in `value`, and the names of options."""
     match value:
         case Mapping():
             for name, item in value.items():
@@ -278,7 +281,7 @@ def _mapping(options: Mapping[Any, Any], depth: int) -> dict[str, Any]:
 
 
 def _shown_name(name: object, number: int) -> str:
-    """Return the name; if it may be something else, its length and its unique place."""
+    """Return an option's name. If it may be something else than a name, return its number and length in words."""
     if isinstance(name, str) and len(name) <= _MAX_NAME and _NAME.fullmatch(name):
         return name
     return f"(option {number}, with a name of {len(str(name))} characters{_ENDING}"
@@ -302,7 +305,7 @@ def _is_list(value: object) -> bool:
 
 
 def _is_plain(name: str, value: object) -> bool:
-    """Whether the name is on the allow list and the value is of the expected kind."""
+    """Whether the option's name is on the allow list and `value` has the expected form."""
     match value:
         case bool():
             return name in _NUMBERS

@@ -1,9 +1,10 @@
 """Digests of the pages that a wrapped connector copies.
 
-The scheduler's side names the pages that a step saves and loads, in an envelope around the connector's metadata.
-Workers digest saved pages, and those of loads within the step, after the step has computed and before `wait_for_save`;
-other loads when they are reported. The digests return in an envelope around the worker metadata. The connector sees
-neither envelope. Pages are only read. After a failure no more digests are computed.
+The scheduler's side names the pages that a step saves and loads, in an envelope around the connector's metadata. After
+the step has computed and before `wait_for_save`, workers compute digests of the saved pages and of the pages that are
+loaded within the step. Digests of other loads are computed when the loads are reported. The digests return in an
+envelope around the worker metadata. The connector sees neither envelope. Pages are only read, never written. After a
+failure, no more digests are computed.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ if TYPE_CHECKING:
 
 @attrs.frozen(slots=False)
 class CopiedPages:
-    """Consecutive full blocks of a copy in a request's table."""
+    """Full blocks of a copy that are consecutive in a request's block table."""
 
     life: tuple[str, int, int]
     """Request id in the log, ordinal and generation."""
     vllm_id: str
-    """Request id in the workers' reports."""
+    """The request's id in the workers' reports."""
     job: str
     is_load: bool
     ends_with: str
     """As in `payloads.Transferred`."""
     group: int
     first_block: int
-    """Index of the first block in the group's table."""
+    """Index of the first block among the request's blocks in this group."""
     block_ids: tuple[int, ...]
 
 
 @attrs.frozen(slots=False)
 class AskedPages(KVConnectorMetadata):
-    """Envelope with the wrapped connector's metadata and the pages to digest."""
+    """Envelope with the wrapped connector's metadata and the pages whose digests the workers must compute."""
 
     wrapped: KVConnectorMetadata
     pages: tuple[CopiedPages, ...]
@@ -54,7 +55,7 @@ class AskedPages(KVConnectorMetadata):
 
 @attrs.frozen(slots=False)
 class FoundDigests:
-    """Digests that one rank computed, one for each block."""
+    """Digests that one rank computed, one for each block of `pages`."""
 
     pages: CopiedPages
     rank: int
@@ -63,14 +64,14 @@ class FoundDigests:
 
 @attrs.frozen(slots=False)
 class RecordedReports(KVConnectorWorkerMetadata):
-    """Envelope with the wrapped connector's worker metadata, digests and ends."""
+    """Envelope with the wrapped connector's worker metadata, digests, and ends that connectors reported."""
 
     wrapped: KVConnectorWorkerMetadata | None
     digested: tuple[FoundDigests, ...]
     ends: tuple[payloads.ReportedBy, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RecordedReports:
-        """Join the reports of two ranks."""
+        """Return an envelope with the contents of this one and of `other`, which is from another rank."""
         if not isinstance(other, RecordedReports):
             return self
         both = [each.wrapped for each in (self, other) if each.wrapped is not None]
@@ -86,61 +87,61 @@ HOOKS: Final = {
     "reported": Fallback(),
     "taken": Fallback(()),
 }
-"""Method that the recorder's connector calls → what it returns if it raises."""
+"""Method that the recorder's connector calls → the value to return if the method raises."""
 _Opened = tuple[tuple[FoundDigests, ...], tuple[payloads.ReportedBy, ...]]
 
 
 @guarded(HOOKS)
 class RecordedPages:
-    """Computes the digests of one rank."""
+    """Computes the digests of pages on one rank."""
 
     def __init__(self, rank: int, num_blocks: int) -> None:
         self._rank = rank
         self._num_blocks = num_blocks
         self._digests: PageDigests | None = None
         self._of_step: list[CopiedPages] = []
-        """Pages to digest when the step has computed."""
+        """Pages whose digests are computed when the step has computed."""
         self._loading: list[CopiedPages] = []
-        """Pages to digest when their load is reported."""
+        """Pages whose digests are computed when their load is reported."""
         self._found: list[tuple[CopiedPages, torch.Tensor]] = []
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Compute no more digests; the guard calls this."""
+        """Compute no more digests, because a method failed. The guard calls this method."""
         self._digests = None
         self._found, self._of_step, self._loading = [], [], []
         messages.warning(
-            "no more digests of pages are computed; the connector goes on",
+            "no more digests of pages are computed; the connector continues",
             hook=hook,
             error=described(error),
         )
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn where the pages lie."""
+        """Note where the pages are in the KV tensors."""
         self._digests = PageDigests(describe_pages(kv_caches, self._num_blocks))
 
     def step_begins(self, metadata: object) -> None:
-        """Note the pages that a step copies."""
+        """Note the pages that a step copies and whose digests are to be computed."""
         self._of_step = []
         for copied in metadata.pages if isinstance(metadata, AskedPages) else ():
             (self._loading if copied.is_load and copied.ends_with != payloads.STEP else self._of_step).append(copied)
 
     def step_has_computed(self) -> None:
-        """Digest the step's pages: they are full, and its saves have not ended."""
+        """Compute the digests of the step's pages, which are full now. The step's saves have not ended yet."""
         copies, self._of_step = self._of_step, []
         self._digest(copies)
 
     def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
-        """Digest the arrived loads of these requests; forget failed ones."""
+        """Compute the digests of the loads of `request_ids`, which have arrived. Forget the loads of `failed`."""
         came = set(request_ids)
         self._ended(lambda copied: copied.vllm_id in came, failed)
 
     def reported(self, worker_metadata: object) -> None:
-        """Digest the loads whose jobs this metadata reports as done."""
+        """Compute the digests of the loads whose jobs `worker_metadata` reports as done."""
         jobs = {job for job, _ in decoders.completed(worker_metadata)} if self._loading else ()
         self._ended(lambda copied: copied.job in jobs, ())
 
     def taken(self) -> tuple[FoundDigests, ...]:
-        """Return the digests since the last call."""
+        """Return the digests that were computed since the last call of this method."""
         found, self._found = self._found, []
         return tuple(FoundDigests(copied, self._rank, tuple(digests.tolist())) for copied, digests in found)
 
@@ -156,12 +157,12 @@ class RecordedPages:
 
 
 def opened(metadata: KVConnectorMetadata) -> KVConnectorMetadata:
-    """Return the wrapped connector's metadata."""
+    """Return the wrapped connector's metadata, without the recorder's envelope."""
     return metadata.wrapped if isinstance(metadata, AskedPages) else metadata
 
 
 def is_or_holds(outer: object, metadata: object) -> bool:
-    """Whether `outer` is this metadata or an envelope around it."""
+    """Whether `outer` is `metadata` itself, or an envelope of a recorder around it."""
     while outer is not metadata and isinstance(outer, AskedPages):
         outer = outer.wrapped
     return outer is metadata
@@ -172,12 +173,12 @@ def enveloped(
     found: tuple[FoundDigests, ...],
     ends: tuple[payloads.ReportedBy, ...],
 ) -> RecordedReports | None:
-    """Put worker metadata, digests and ends into an envelope, if there are any."""
+    """Return an envelope with worker metadata, digests and ends; None: there are none of these."""
     return RecordedReports(worker_metadata, found, ends) if worker_metadata is not None or found or ends else None
 
 
 def taken_out(output: Any) -> _Opened:
-    """Remove and return digests and ends, which leaves the wrapped connector's report."""
+    """Replace the envelope in `output` by the wrapped connector's worker metadata; return its digests and ends."""
     reports = getattr(output, "kv_connector_worker_meta", None)
     if not isinstance(reports, RecordedReports):
         return (), ()

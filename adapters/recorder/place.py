@@ -1,7 +1,8 @@
-"""Finds out whether another connector, such as `MultiConnector`, holds the recorder.
+"""Finds out whether another connector, such as `MultiConnector`, contains the recorder.
 
-vLLM does not pass this on. But its scheduler stores in each step what its own connector returned
-(`v1/core/sched/scheduler.py`, schedule, 0.32), and a connector that holds others returns their metadata inside its own.
+vLLM does not tell a connector this. In each step, however, vLLM's scheduler stores the metadata that its own connector
+returned (`v1/core/sched/scheduler.py`, schedule, 0.32). A connector that contains other connectors returns their
+metadata inside its own.
 """
 
 from __future__ import annotations
@@ -19,21 +20,25 @@ if TYPE_CHECKING:
 
 @attrs.define
 class Place:
-    """Whether the recorder is a child: known once the first step is scheduled, and so before the first report."""
+    """Whether the recorder is a child of another connector.
+
+    This is known as soon as the first step is scheduled, and therefore before the first report.
+    """
 
     is_child: bool = attrs.field(default=False, init=False)
-    """Whether another connector holds the recorder; False until known."""
+    """Whether another connector contains the recorder. False also if this is not known yet."""
     _is_known: bool = attrs.field(default=False, init=False)
     _last_step: tuple[SchedulerOutput, object] | None = attrs.field(default=None, init=False)
-    """The last step and the metadata returned for it; None before a step and once the place is known."""
+    """The last step and the metadata that the recorder returned for it. None before the first step, and as soon as
+    `is_child` is known."""
 
     def built(self, scheduler_output: SchedulerOutput, metadata: object) -> None:
-        """Note what the recorder returned for a step."""
+        """Note the metadata that the recorder returned for a step."""
         if not self._is_known:
             self._last_step = scheduler_output, metadata
 
     def find_out(self) -> bool:
-        """Whether this call has found out that another connector holds the recorder."""
+        """Find out whether the recorder is a child. Return True in the one call that finds out that it is."""
         if self._last_step is None:
             return False
         scheduler_output, metadata = self._last_step

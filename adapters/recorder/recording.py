@@ -1,6 +1,7 @@
-"""Records the scheduler's side: each hook call before it is made, and the wrapped connector's answer.
+"""Records the scheduler's side: each hook call before the call is made, and the wrapped connector's answer.
 
-It keeps references to vLLM's live requests and reads them in hooks. Nothing here raises or decides.
+The recording keeps references to vLLM's live requests and reads them in hooks. Nothing here raises an exception or
+makes a decision.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ HOOKS: Final = {
     "shutting_down": Fallback(),
     "shutdown": Fallback(),
 }
-"""Method that the recorder's connector calls → what it returns if it raises."""
+"""Method that the recorder's connector calls → the value to return if the method raises."""
 
 
 def _records(
     hook: Callable[Concatenate[Recording, _Parameters], None],
 ) -> Callable[Concatenate[Recording, _Parameters], None]:
-    """Make a method do nothing once recording has stopped, and commit after it."""
+    """Decorate a method: commit the events after each call. After recording has stopped, the method does nothing."""
 
     @wraps(hook)
     def record(self: Recording, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
@@ -79,13 +80,13 @@ def _records(
 
 
 def _within(answered: Any, most: int) -> int:
-    """Return a number of the wrapped connector as the log can hold it: the nearest one between `-most` and `most`."""
+    """Return the number between `-most` and `most` that is nearest to `answered`, because a log holds no other."""
     return max(-most, min(most, int(answered)))
 
 
 @guarded(HOOKS)
 class Recording:
-    """One method for the call of each hook, and one for its answer."""
+    """Records hook calls. Most hooks have one method for the call and one for the answer."""
 
     def __init__(
         self,
@@ -108,26 +109,26 @@ class Recording:
         self._ids = LogIds()
         self._transfers = Transfers(log, num_workers, digest_share=digest_share, ids=self._ids)
         self._loaded_to: dict[str, int] = {}
-        """Request id → tokens up to which its last load fills its blocks."""
+        """Request id → number of tokens up to which the request's last load fills its blocks."""
         self._loads_of_steps: deque[tuple[int, ...]] = deque()
-        """Job ids of the loads within each step whose output has not arrived."""
+        """For each step in flight: job ids of the loads within the step."""
         log.observe(e.LogNote("recorder started", log.now()))
         log.commit()
 
     @_records
     def describe(self, started: Callable[[], payloads.RecordingStarted]) -> None:
-        """Record what is wrapped, so that the log can be run again."""
+        """Record the wrapped connector and its engine, so that `kvledger repro` can run the log again."""
         self.log.note(started())
 
     def decline(self, reason: str) -> None:
-        """Log why the model's block tables cannot be recorded, and stop recording."""
-        self.log.messages.warning("the recorder cannot record this model; the connector runs without it", reason=reason)
+        """Log the reason why the model's block tables cannot be recorded, and stop recording."""
+        self.log.messages.warning("the recorder cannot record this model; the connector runs unrecorded", reason=reason)
         self.log.observe(e.LogNote(f"{e.DECLINED}{reason}", self.log.now()))
         self.log.commit()
         self.log.is_ended = True
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Stop recording: the recorder itself failed. The guard calls this."""
+        """Stop recording, because the recorder itself failed. The guard calls this method."""
         self.log.end(hook, error)
         self._requests.clear()
 
@@ -139,7 +140,7 @@ class Recording:
         self.log.hook_failed(hook, "" if request is None else self._ids.logged(request.request_id), error)
 
     def built(self, metadata: object, duration_ns: int) -> tuple[CopiedPages, ...]:
-        """Record what a decoder reads of this step's metadata. Returns the pages to digest."""
+        """Record the copies that a decoder reads from a step's metadata. Return the pages that workers must digest."""
         if self.log.is_ended:
             return ()
         asked = self._transfers.built(metadata, self._loaded_to)
@@ -148,13 +149,13 @@ class Recording:
         return asked
 
     def returned_for_step(self, scheduler_output: SchedulerOutput, metadata: object) -> None:
-        """Note the metadata that vLLM, or another connector, gets from the recorder."""
+        """Note the metadata that the recorder returns to vLLM, or to the connector that contains the recorder."""
         if not self.log.is_ended:
             self.place.built(scheduler_output, metadata)
 
     @_records
     def returned(self, hook: str, duration_ns: int) -> None:
-        """Record the duration of a hook without a recorded answer."""
+        """Record the duration of a hook whose answer is not recorded."""
         self.log.note(payloads.Returned(hook, duration_ns))
 
     # --- one request ---------------------------------------------------------------------------
@@ -207,7 +208,7 @@ class Recording:
 
     @_records
     def load_chosen(self, request: Request, connector: object) -> None:
-        """Record which child of a `MultiConnector` loads."""
+        """Record which child of a `MultiConnector` loads for the request."""
         children = children_of(connector)
         chosen = getattr(connector, "_requests_to_connector", {}).get(request.request_id) if children else None
         request_id = self._ids.logged(request.request_id)
@@ -238,7 +239,7 @@ class Recording:
 
     @_records
     def end_returned(self, request: Request, answer: Any, duration_ns: int, kept_by: tuple[int, ...] = ()) -> None:
-        """Record whether vLLM keeps its blocks, and for which children of a `MultiConnector`."""
+        """Record whether vLLM keeps the request's blocks, and for which children of a `MultiConnector`."""
         request = self._ids.of(request)
         self._ids.ended(request)
         self._requests.pop(request.request_id, None)
@@ -247,13 +248,13 @@ class Recording:
             self.log.note(payloads.EndReturned(bool(answer[0]), duration_ns, kept_by), request.request_id)
 
     def _arrived(self, request: Request) -> Request:
-        """Return the request under its id in the log; record its arrival if the connector was bound after that."""
+        """Return the request with its id in the log. If the request arrived unrecorded, record the arrival now."""
         if self._tracker.get(self._ids.logged(request.request_id)) is None:
             self.on_new_request(request)
         return self._ids.of(request)
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Take the scheduler's block manager, which shows resets of vLLM's prefix cache alone."""
+        """Keep the scheduler's block manager, which shows resets that clear only vLLM's own prefix cache."""
         self._request_reader.bind(manager)
 
     def _notice_reset(self) -> None:
@@ -264,7 +265,7 @@ class Recording:
 
     @_records
     def step(self, scheduler_output: SchedulerOutput) -> None:
-        """Record a step, with all loads issued for it."""
+        """Record a step, and the loads that are issued for the step."""
         self._admits = False
         self._notice_reset()
         if self._ids.renamed:
@@ -283,7 +284,7 @@ class Recording:
     def workers_report(
         self, output: KVConnectorOutput, digests: Iterable[FoundDigests], ends: Iterable[payloads.ReportedBy] = ()
     ) -> None:
-        """Record what the workers report."""
+        """Record the workers' reports and digests."""
         invalid_block_ids = set(output.invalid_block_ids or ())
         for found in digests:
             self._transfers.digested(found, invalid_block_ids)
@@ -297,7 +298,7 @@ class Recording:
 
     @_records
     def reported_to_vllm(self, output: KVConnectorOutput, duration_ns: int) -> None:
-        """Record what vLLM gets of that, which the wrapped connector may have changed."""
+        """Record the reports that vLLM gets, which the wrapped connector may have changed."""
         self.log.note(payloads.Returned("update_connector_output", duration_ns))
         reported = self._ends(payloads.ReportedToVLLM, output)
         if reported != payloads.ReportedToVLLM():
@@ -325,14 +326,14 @@ class Recording:
 
     @_records
     def reset(self) -> None:
-        """Record a reset."""
+        """Record a reset of the cache."""
         self._request_reader.take_reset()  # vLLM has just reset its own cache
         self.log.observe(e.CacheReset(self.log.now()))
         self._request_reader.preemptions(self._requests)
 
     @_records
     def shutting_down(self) -> None:
-        """Record the call of `shutdown`, which may take long."""
+        """Record the call of the wrapped connector's `shutdown`, which may take a long time."""
         self.log.note(payloads.Called("shutdown"))
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""The recorder's settings and the checks that need no engine. It must not know what is recorded."""
+"""The recorder's settings, and checks of them that need no engine. This module must not know what is recorded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class RecorderSettings(LogSettings):
-    """The wrapped connector's configuration, and the keys of the log."""
+    """The recorder's settings: the wrapped connector's configuration, and the settings of the log."""
 
     connector: dict[str, Any] = pydantic.Field(default_factory=dict)
-    """The value of `--kv-transfer-config` without the recorder."""
+    """The wrapped connector's configuration, in the form of `--kv-transfer-config`."""
 
 
 def accepted_recorder(
@@ -29,11 +29,12 @@ def accepted_recorder(
     """Return the recorder's settings and the wrapped connector's class.
 
     Args:
-        outer: the recorder's own configuration.
-        for_hybrid_memory: whether the recorder is for connectors that support vLLM's hybrid memory.
+        outer: the recorder's own part of vLLM's configuration.
+        for_hybrid_memory: whether the recorder is the one for connectors that support vLLM's hybrid memory.
 
     Raises:
-        ConfigurationError: it names no connector that vLLM can create, or one that this recorder cannot wrap.
+        ConfigurationError: the configuration names no connector that vLLM can create, or a connector that this
+            recorder cannot wrap.
     """
     settings = RecorderSettings.from_extra_config(outer.kv_connector_extra_config)
     transfer = wrapped_transfer(outer.kv_connector_extra_config, outer)

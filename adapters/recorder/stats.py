@@ -1,7 +1,7 @@
-"""Carries the wrapped connector's figures to vLLM's loggers, with the name of the connector's class.
+"""Carries the wrapped connector's figures to vLLM's loggers, together with the name of the connector's class.
 
-The loggers call a class method (`kv_connector/v1/metrics.py`, KVConnectorLogging.observe, 0.32), and the recorder's
-class does not know which connector is wrapped.
+The loggers call a class method (`kv_connector/v1/metrics.py`, KVConnectorLogging.observe, 0.32). Without the name, the
+recorder's class would not know which connector is wrapped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RecordedStats(KVConnectorStats):
     figures: KVConnectorStats = field(default_factory=KVConnectorStats)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a form that can cross processes."""
+        """Return the figures in a form that can be sent to another process."""
         return {WRAPPED: self.wrapped, FIGURES: self.figures.to_dict()}
 
     def reset(self) -> None:
@@ -32,13 +32,16 @@ class RecordedStats(KVConnectorStats):
         self.figures.reset()  # type: ignore[no-untyped-call]
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add figures of the same connector. `MultiConnector` adds up all recorders, which share this class."""
+        """Add the figures in `other`, if they are of the same connector class.
+
+        `MultiConnector` adds up the figures of all recorders, whose envelopes are all of this class.
+        """
         if isinstance(other, RecordedStats) and other.wrapped == self.wrapped:
             self.figures = self.figures.aggregate(other.figures)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what the wrapped connector's figures return."""
+        """Return the reduced figures of the wrapped connector."""
         return self.figures.reduce()
 
     def is_empty(self) -> bool:
@@ -47,7 +50,7 @@ class RecordedStats(KVConnectorStats):
 
 
 def enveloped(connector: object, figures: KVConnectorStats | None) -> RecordedStats | None:
-    """Put figures into an envelope."""
+    """Put the figures of `connector` into an envelope; None: there are no figures."""
     if figures is None:
         return None
     connector_class = type(connector)
@@ -55,7 +58,7 @@ def enveloped(connector: object, figures: KVConnectorStats | None) -> RecordedSt
 
 
 def opened(data: dict[str, Any] | None) -> KVConnectorStats | None:
-    """Rebuild figures from `to_dict`, by the class that it names."""
+    """Rebuild an envelope from the result of `to_dict`, with the class that is named in it."""
     if not data:
         return None
     module_name, _, class_name = data[WRAPPED].partition(":")
@@ -64,7 +67,7 @@ def opened(data: dict[str, Any] | None) -> KVConnectorStats | None:
 
 
 class RecordedPromMetrics:
-    """Passes figures without the envelope to the wrapped connector's metrics."""
+    """Takes figures out of their envelope and passes them to the wrapped connector's metrics."""
 
     def __init__(self, metrics: KVConnectorPromMetrics) -> None:
         self._metrics = metrics

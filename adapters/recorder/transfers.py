@@ -1,7 +1,7 @@
-"""Records the copies that the connector's metadata begins and its workers report, as decoders read them.
+"""Records the beginnings and ends of copies, as decoders read them from the metadata of connector and workers.
 
-If the metadata does not name a copy's request, the copy belongs to the request that got the blocks last. This module
-must not know any connector's metadata.
+If the metadata does not name a copy's request, the copy counts as one of the request that got the blocks last. This
+module must not know any connector's metadata.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MANY = 1 << 40
 class _Page(NamedTuple):
     life: Life
     place: int
-    """Index in the flat table; see `lifecycle/geometry.py`."""
+    """Index in the life's flat block table; see `lifecycle/geometry.py`."""
 
 
 class Transfers:
-    """Records copies until a decoder fails."""
+    """Records copies, until a decoder fails to read metadata."""
 
     def __init__(self, log: RecorderLog, num_workers: int, *, digest_share: float, ids: LogIds) -> None:
-        """Take `ids`, which maps vLLM's request ids to those in the log."""
+        """Use `ids`, which maps vLLM's request ids to the ids in the log."""
         self._log = log
         self._digest_share = digest_share
         self._ids = ids
@@ -50,14 +50,14 @@ class Transfers:
         self._seen: set[payloads.MetadataSeen] = set()
         """Classes of metadata that are in the log."""
         self._given: dict[int, _Page] = {}
-        """Block → the life that got it last, and its place there."""
+        """Block → the life that got the block last, and the block's index in that life's table."""
         self._part_filled: dict[int, tuple[_Page, payloads.Transferred]] = {}
-        """Block that was saved as a whole before it was full → its life and place, and the copy."""
+        """Block that was saved as a whole block before it was full → the block's life and index, and the copy."""
         self._reports: Counter[str] = Counter()
-        """Job → number of workers that have done it, until all have."""
+        """Job → number of workers that have done the job, as long as some have not."""
 
     def given(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Note that the request got these blocks, the last of its table."""
+        """Note that the request got these blocks, which are now the last blocks in its table."""
         record = self._tracker.get(request_id)
         if record is not None:
             first = len(record.block_ids or ()) - len(block_ids)
@@ -65,14 +65,17 @@ class Transfers:
             self._given.update((block_id, _Page(life, place)) for place, block_id in enumerate(block_ids, first))
 
     def step(self, event: e.StepScheduled) -> None:
-        """Note the blocks by which the step extends tables."""
+        """Note the blocks that requests get in a step."""
         for ordinal, block_ids in event.extended:
             record = self._tracker.of(ordinal)
             if record is not None:
                 self.given(record.request_id, block_ids)
 
     def built(self, metadata: object, loaded_to: Mapping[str, int]) -> tuple[CopiedPages, ...]:
-        """Record what the workers get; return the pages that they digest."""
+        """Record the copies in a step's metadata. Return the pages that the workers must digest.
+
+        `loaded_to` is request id → number of tokens up to which the request's last load fills its blocks.
+        """
         for seen in self._read(metadata, lambda: tuple(decoders.seen(metadata))) or ():
             if seen not in self._seen:
                 self._seen.add(seen)
@@ -91,7 +94,7 @@ class Transfers:
         return (*self._filled_since(), *asked)
 
     def _filled_since(self) -> Iterator[CopiedPages]:
-        """Yield blocks that were saved before they were full and are full with this step: now they can be digested."""
+        """Yield the blocks that were saved before they were full and are full after this step, to be digested now."""
         num_groups = len(self._log.configuration.windows)
         for block_id, (page, copy) in list(self._part_filled.items()):
             record, (block, group) = self._tracker.of(page.life[1]), divmod(page.place, num_groups)
@@ -105,7 +108,10 @@ class Transfers:
                 yield CopiedPages(page.life, *of_copy, group, block, (block_id,))
 
     def _ask(self, request_id: str, copy: payloads.Transferred, loaded_to: Mapping[str, int]) -> Iterator[CopiedPages]:
-        """Yield the full and chosen blocks of a copy; consecutive ones in a group of a table together."""
+        """Yield the blocks of a copy that are full and chosen for digests.
+
+        Consecutive blocks of a table, in the same group, are yielded together.
+        """
         num_groups = len(self._log.configuration.windows)
         record = self._tracker.get(request_id)
         table = enumerate(() if record is None else record.block_ids or ())
@@ -130,7 +136,10 @@ class Transfers:
             yield CopiedPages(life, vllm_id, copy.job, copy.is_load, copy.ends_with, group, first_block, block_ids)
 
     def _num_full_blocks(self, life: Life, copy: payloads.Transferred, loaded_to: Mapping[str, int]) -> int:
-        """Return how many blocks of the life a load fills, or for a save, are computed by this step's end."""
+        """Return how many blocks of the life's table are full.
+
+        For a load, count the blocks that it fills. For a save, count the blocks that are computed at the step's end.
+        """
         record = self._tracker.of(life[1])
         if record is None or record.life != life:
             return 0 if copy.is_load else _MANY  # the life lost its blocks: it loads nothing, and they count as full
@@ -138,14 +147,14 @@ class Transfers:
         return num_tokens // self._log.configuration.block_size
 
     def digested(self, found: FoundDigests, invalid_block_ids: set[int]) -> None:
-        """Record a worker's digests, unless a block could not be loaded."""
+        """Record the digests that a worker found. Digests of a copy with a block in `invalid_block_ids` are dropped."""
         pages = found.pages
         if invalid_block_ids.isdisjoint(pages.block_ids):
             is_load, where, now = pages.is_load, (pages.group, pages.first_block), self._log.now()
             self._log.observe(e.PagesDigested(*pages.life, found.rank, is_load, *where, found.digests, (), now))
 
     def reported(self, worker_metadata: object) -> None:
-        """Record the jobs that all workers have done."""
+        """Record the jobs that all workers have done, after this report of some workers."""
         for job, count in self._read(worker_metadata, lambda: list(decoders.completed(worker_metadata))) or ():
             self._reports[job] += count
         ended = tuple(job for job, count in self._reports.items() if count >= self._num_workers)
@@ -179,7 +188,7 @@ class Transfers:
             self._log.note(copy, request_id)
 
     def _has(self, request_id: str, copy: payloads.Transferred) -> bool:
-        """Whether the request holds the blocks or has just lost them."""
+        """Whether the request holds the copy's blocks or has just lost them."""
         record = self._tracker.get(request_id)
         held = set() if record is None else {*(record.block_ids or ()), *(record.lost_block_ids or ())}
         return set(copy.block_ids) <= held
@@ -195,7 +204,7 @@ class Transfers:
             undecoded = payloads.Undecoded(type(metadata).__name__, type(error).__name__)
             self._log.note(undecoded)
             self._log.messages.warning(
-                "the recorder cannot read the connector's metadata and has stopped recording its copies",
+                "the recorder cannot read the connector's metadata and has stopped recording the connector's copies",
                 metadata=undecoded.metadata,
                 error=described(error),
             )

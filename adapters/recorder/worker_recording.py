@@ -1,7 +1,7 @@
-"""Records what a worker does, in its own log: each call before it is made, and how it returned.
+"""Records a worker's hook calls in a log of the worker: each call before it is made, and its return or exception.
 
-Calls in steps without work, and for other than the first layer of a step, are frequent, so they are written only if
-they raise or report something. Nothing here raises or reads bytes.
+Calls in steps without work are frequent, and so are calls for layers after the first layer of a step. Such a call is
+written only if it raises or reports something. No function here raises an exception of its own or reads KV.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WRITTEN: Final = frozenset(
         "shutdown",
     }
 )
-"""Hooks that wait or move bytes. Other hooks, except those for one layer, are written only if they raise."""
+"""Hooks that wait or move bytes. A call of another hook, unless it is in `_BY_LAYER`, is written only if it raises."""
 _NOWHERE: Final = -1
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 HOOKS: Final = {
@@ -46,12 +46,12 @@ HOOKS: Final = {
     "_raised": Fallback(),
     "_returned": Fallback(),
 }
-"""Method that the recorder's connector calls, or part of `call` → what it returns if it raises."""
+"""Method that the recorder's connector calls, or that `call` uses → the value to return if the method raises."""
 
 
 @guarded(HOOKS)
 class WorkerRecording:
-    """Records the calls of one rank."""
+    """Records the hook calls of one rank."""
 
     def __init__(self, log: RecorderLog, started: payloads.WorkerStarted) -> None:
         self.log = log
@@ -65,7 +65,7 @@ class WorkerRecording:
         log.commit()
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Stop recording: the recorder itself failed. The guard calls this."""
+        """Stop recording, because the recorder itself failed. The guard calls this method."""
         self.log.end(hook, error)
 
     def call(
@@ -75,7 +75,7 @@ class WorkerRecording:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] = _NOTHING,
     ) -> Any:
-        """Call a hook of the wrapped connector and record it."""
+        """Call a hook of the wrapped connector and record the call. Return the hook's answer."""
         is_written = self._begins(hook, args)
         began_ns = self.log.now()
         try:
@@ -88,7 +88,10 @@ class WorkerRecording:
         return answer
 
     def step_begins(self, metadata: object) -> None:
-        """Begin a step, when metadata are bound or preemptions handled before that."""
+        """Begin the step that has this metadata, unless the step has begun already.
+
+        A step begins when its metadata is bound, or before that, when preemptions are handled.
+        """
         if metadata is not self._metadata:
             self._metadata = metadata
             self._step += 1
@@ -96,7 +99,7 @@ class WorkerRecording:
             self._is_written = carries_work(metadata)
 
     def step_ends(self) -> None:
-        """End a step."""
+        """End the current step."""
         self._metadata, self._is_written = None, True
 
     def shutdown(self) -> None:
@@ -143,7 +146,10 @@ class WorkerRecording:
 
 
 def carries_work(metadata: object) -> bool:
-    """Whether a connector's metadata has work. Numbers, texts, empty lists and None are none; other objects are."""
+    """Whether a connector's metadata has work for the workers.
+
+    Numbers, texts, False, None and empty collections are no work. Every other object is.
+    """
     fields = getattr(metadata, "__dict__", None)
     return fields is None or any(_is_work(field) for field in fields.values())
 
@@ -160,7 +166,7 @@ def _is_work(field: object) -> bool:
 
 
 def _reported(hook: str, answer: Any) -> payloads.Reported | None:
-    """Return what an answer reports to the scheduler; None if nothing."""
+    """Return the event for what a hook's answer reports to the scheduler; None: the answer reports nothing."""
     if not answer:
         return None
     if hook == "get_finished":

@@ -1,7 +1,8 @@
 """Finds the wrapped connector and its configuration.
 
-As in `MultiConnector` (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs, 0.32), that is a copy
-of vLLM's, with the inner connector's part in place of the outer one's.
+The wrapped connector gets a copy of vLLM's configuration. The recorder's part in it is replaced by the wrapped
+connector's part, as `MultiConnector` does for its children (`kv_connector/v1/multi_connector.py`,
+_get_connector_classes_and_configs, 0.32).
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ _EXAMPLE = '"connector": {"kv_connector": "OffloadingConnector", "kv_role": "kv_
 
 
 def wrapped_transfer(extra_config: Mapping[str, Any], outer: KVTransferConfig | None = None) -> KVTransferConfig:
-    """Return the inner configuration. It inherits engine, role, failure policy and buffer device unless it sets them.
+    """Return the wrapped connector's configuration, from the recorder's `extra_config`.
+
+    If it does not set engine id, role, failure policy or buffer device, these are inherited from `outer`.
 
     Raises:
-        ConfigurationError: there is none, or vLLM refuses it.
+        ConfigurationError: `extra_config` has no configuration of a connector, or vLLM refuses the configuration.
     """
     given = extra_config.get("connector")
     if not isinstance(given, Mapping) or not given.get("kv_connector"):
@@ -36,11 +39,13 @@ def wrapped_transfer(extra_config: Mapping[str, Any], outer: KVTransferConfig | 
 
 
 def wrapped_class(transfer: KVTransferConfig) -> type[Any]:
-    """Return the class that vLLM would create; vLLM does not check that it is one (`kv_connector/factory.py`, 0.32).
+    """Return the class of the connector that vLLM would create for `transfer`.
+
+    vLLM does not check that the name leads to a class of connectors (`kv_connector/factory.py`, 0.32).
 
     Raises:
-        ConfigurationError: it is not a connector class.
-        Exception: whatever importing it raises.
+        ConfigurationError: the name does not lead to a class of connectors.
+        Exception: any error that the import of the class raises.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -53,10 +58,10 @@ def wrapped_class(transfer: KVTransferConfig) -> type[Any]:
 
 
 def refuse_without_hybrid_memory(transfer: KVTransferConfig) -> None:
-    """Refuse a connector that `KVLedgerRecorderHMA` cannot wrap.
+    """Check that `KVLedgerRecorderHMA` can wrap a connector.
 
     Raises:
-        ConfigurationError: naming it and the recorder that can.
+        ConfigurationError: it cannot. The message names the connector and the recorder that can wrap it.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -66,7 +71,7 @@ def refuse_without_hybrid_memory(transfer: KVTransferConfig) -> None:
 
 
 def transfer_of(vllm_config: VllmConfig) -> KVTransferConfig:
-    """Return the part of vLLM's configuration that names a connector."""
+    """Return the part of vLLM's configuration that `--kv-transfer-config` sets."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         message = "kv_transfer_config is not set, so there is no connector to record; set --kv-transfer-config"
@@ -75,7 +80,7 @@ def transfer_of(vllm_config: VllmConfig) -> KVTransferConfig:
 
 
 def wrapped_config(vllm_config: VllmConfig) -> VllmConfig:
-    """Return a copy of vLLM's configuration as it would be without the recorder."""
+    """Return a copy of vLLM's configuration in which the wrapped connector takes the place of the recorder."""
     outer = transfer_of(vllm_config)
     config = copy.copy(vllm_config)
     config.kv_transfer_config = wrapped_transfer(outer.kv_connector_extra_config, outer)
@@ -83,9 +88,9 @@ def wrapped_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def unwrapped(argument: object) -> tuple[type[Any], object] | None:
-    """Return the wrapped class and the argument for it; None if the argument is no configuration.
+    """Return the wrapped connector's class and the configuration to pass to it in place of `argument`.
 
-    vLLM calls class methods with one of three kinds of configuration.
+    None: the argument is no configuration. vLLM calls class methods with one of three kinds of configuration.
     """
     from vllm.config import KVTransferConfig, VllmConfig
 

@@ -1,6 +1,6 @@
 """Exit codes of `kvledger`. If several apply, the command returns the most severe one.
 
-Codes below 64 are verdicts on a log; the others are about the command.
+Codes below 64 are about a log. Codes from 64 on are about the command itself, such as wrong usage.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class ExitCode(enum.IntEnum):
 
 OF_EVERY_COMMAND: Mapping[ExitCode, str] = MappingProxyType(
     {
-        ExitCode.USAGE: "wrong usage, such as a wrong argument, no log at the path, an unknown or ambiguous request",
-        ExitCode.INTERNAL_ERROR: "a bug in kvledger, so there is no result; the message explains how to report it",
+        ExitCode.USAGE: "wrong usage, such as a wrong argument, a path without a log, or an unknown or ambiguous "
+        "request",
+        ExitCode.INTERNAL_ERROR: "a bug in kvledger, so there is no result; the message explains how to report the bug",
         ExitCode.CANNOT_WRITE: "the output cannot be written, for example because the disk is full",
-        ExitCode.TRY_AGAIN: "the server of a stream cannot be reached or has no room: try again later",
-        ExitCode.REFUSED: "the address, certificate or credentials of a stream are refused, the stream does not exist, "
-        "or an extra of kvledger is not installed",
+        ExitCode.TRY_AGAIN: "the server of a NATS stream cannot be reached or has no room; try again later",
+        ExitCode.REFUSED: "the address, certificate or credentials of a NATS stream are refused, the stream does not "
+        "exist, or an optional dependency of kvledger is not installed",
         ExitCode.INTERRUPTED: "interrupted",
-        ExitCode.BROKEN_PIPE: "the program that read the output has ended",
+        ExitCode.BROKEN_PIPE: "the program that reads the output through a pipe has ended",
     }
 )
 """Exit code → meaning, for codes of every command. Each command lists its other codes itself."""
@@ -51,14 +52,15 @@ VERDICTS: Mapping[ExitCode, str] = MappingProxyType(
     {
         ExitCode.DAMAGED: "damaged or unreadable",
         ExitCode.RULE_BROKEN: "a rule is broken",
-        ExitCode.DIVERGED: "today's code decides differently from the log, or cannot fold it",
-        ExitCode.NOT_VERIFIED: "not verified, or only in part: the process that verified a log was killed, and again "
-        "at the second try, or --lenient skipped events",
-        ExitCode.NOTHING_CHECKED: "nothing could be checked: the log has no event, no beginning, or only a worker's "
-        "calls",
+        ExitCode.DIVERGED: "today's code makes other decisions than the log has, or cannot fold the log",
+        ExitCode.NOT_VERIFIED: "not verified, because the process that verified a log was killed twice; or verified "
+        "only in part, because --lenient skipped events",
+        ExitCode.NOTHING_CHECKED: "nothing could be checked: the log has no event, its beginning is missing, or it "
+        "has only the hook calls of a worker",
         ExitCode.END_MISSING: "sound, but events are known to be missing at the end",
-        ExitCode.EXTENSION_STOPPED: "sound, but an extension was stopped: its rules were not checked to the end",
-        ExitCode.SOUND: "sound, as far as the log goes",
+        ExitCode.EXTENSION_STOPPED: "sound, but an extension was stopped, and its rules were not checked after the "
+        "stop",
+        ExitCode.SOUND: "sound: nothing is wrong in the part that was read",
     }
 )
 """Exit code → meaning of the verdict, the most severe first."""
@@ -66,25 +68,25 @@ _BY_GRAVITY = tuple(VERDICTS)
 
 
 _REMEDIES = {
-    errno.EACCES: "run the command as a user who may read it",
-    errno.EPERM: "run the command as a user who may read it",
-    errno.ENOENT: "it was retired or moved meanwhile: run the command again",
+    errno.EACCES: "run the command as a user with read permission",
+    errno.EPERM: "run the command as a user with read permission",
+    errno.ENOENT: "the file was retired or moved meanwhile; run the command again",
     errno.ENOTDIR: "give the directory of a log",
-    errno.ELOOP: "a symbolic link there points to itself: fix it",
-    errno.EIO: "the disk or the network failed: copy the readable part, and read the copy",
-    errno.ESTALE: "the network file system lost it: mount it again",
+    errno.ELOOP: "a symbolic link on this path points to itself; fix the link",
+    errno.EIO: "the disk or the network failed; copy the readable part, and run the command on the copy",
+    errno.ESTALE: "the network file system lost the file; mount that file system again",
 }
 
 
 def unreadable_text(error: OSError) -> str:
-    """Return what could not be read, the reason and the remedy."""
+    """Return the message for a file or directory that could not be read: its name, the reason and the remedy."""
     if hasattr(error, "remedy"):  # `RefusedFile` has all three in its text
         return str(error)
     name = f"{error.filename}: " if error.filename else ""
     reason = error.strerror or str(error) or type(error).__name__
-    remedy = _REMEDIES.get(error.errno or 0, "fix the cause, or read a copy of the log")
+    remedy = _REMEDIES.get(error.errno or 0, "fix the cause, or run the command on a copy of the log")
     if error.errno == errno.ENOENT and error.filename and Path(error.filename).is_symlink():
-        remedy = "it is a symbolic link to a missing file: fix it, or remove it"
+        remedy = "the path is a symbolic link to a missing file; fix or remove the link"
     return f"{name}cannot be read ({reason}); {remedy}"
 
 
@@ -95,7 +97,7 @@ def gravest(codes: Iterable[ExitCode]) -> ExitCode:
 
 
 class CommandFailed(Exception):
-    """Ends a command with a message on stderr and an exit code."""
+    """Raised to end a command with a message on stderr and an exit code."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.USAGE) -> None:
         super().__init__(message)

@@ -1,8 +1,9 @@
-"""The vLLM adapter: hooks become observations, decisions become metadata, workers move pages.
+"""The vLLM adapter: turns hook calls into observations, and decisions into jobs with which the workers copy pages.
 
-Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerConnector"`. If vLLM does not load kvledger's plugin,
-add `"kv_connector_module_path": "kvledger.adapters.vllm"`. `versions.py` has what differs between vLLM versions. The
-class is imported on first use, so that settings can be checked without the class.
+Name the connector in `--kv-transfer-config` with `"kv_connector": "KVLedgerConnector"`. If vLLM does not load
+kvledger's plugin, add `"kv_connector_module_path": "kvledger.adapters.vllm"`. `versions.py` contains everything that
+differs between vLLM versions. The class `KVLedgerConnector` is imported on first use, so that settings can be checked
+without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The figures of a single request, for a client that asks for them with `kv_transfer_params`.
+"""The figures of a single request, such as its loaded tokens, for a client that asks for them.
 
-A client sends `"kv_transfer_params": {"kvledger_figures": true}` and finds them in the response, in
-`kv_transfer_params["kvledger"]`. `kvledger.adapters.figures` defines what an event adds; this module adds it up for one
-request. No snapshot has these figures, because a request does not outlive its engine.
+A client sends `"kv_transfer_params": {"kvledger_figures": true}` and finds the figures in the response, in
+`kv_transfer_params["kvledger"]`. `kvledger.adapters.figures` defines how much each event adds to each figure. This
+module adds these amounts up for one request. Snapshots do not contain the figures, because a request does not outlive
+its engine.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ _MS: Final = 1_000_000
 
 
 def _asks(kv_transfer_params: Any) -> bool:
-    """Whether a request asks for its figures; a client may send anything."""
+    """Whether a request asks for its figures. The client sends `kv_transfer_params`, so its type may be anything."""
     return isinstance(kv_transfer_params, Mapping) and kv_transfer_params.get(IN_REQUEST) is True
 
 
 @attrs.define
 class _Asked:
-    """The figures of one life of a request so far."""
+    """The figures of one life so far, for a request that asks for its figures."""
 
     ordinal: int
     since_ns: int
-    """Time in nanoseconds up to which `spent` counts."""
+    """Time up to which `spent` counts, in nanoseconds since the log was opened."""
     state: State = attrs.field(factory=State)
     spent: Spent = attrs.field(factory=Spent)
     num_cached_tokens: int | None = None
-    """None until the request is admitted."""
+    """Tokens that vLLM's prefix cache had when the request was first admitted; None before that."""
 
 
 class AskedFigures:
-    """Counts for requests that ask for figures. Follows the log from the first such request on.
+    """Counts the figures of requests that ask for them. Follows the log from the first such request on.
 
-    If counting raises, `messages` gets an error, and no request gets figures any more.
+    If counting raises, an error goes to `messages`, and no request gets figures any more.
     """
 
     def __init__(self, projections: Projections, messages: BoundLogger) -> None:
@@ -59,7 +60,7 @@ class AskedFigures:
         self._is_off = False
 
     def arrived(self, event: e.RequestArrived, kv_transfer_params: Any) -> None:
-        """Count for the life that begins with this event, if the request asks for figures."""
+        """Begin to count for the life that begins with this event, if the request asks for its figures."""
         self._asked.pop(event.request_id, None)
         if self._is_off or not _asks(kv_transfer_params):
             return
@@ -69,7 +70,7 @@ class AskedFigures:
         self._asked[event.request_id] = _Asked(event.ordinal, event.time_ns)
 
     def take(self, request_id: str) -> dict[str, Any] | None:
-        """Return the figures for the response of an ended request; None if it did not ask."""
+        """Return the figures for the response to an ended request; None if the request did not ask for its figures."""
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return None
@@ -101,8 +102,8 @@ class AskedFigures:
             self._is_off = True
             self._asked.clear()
             self._messages.error(
-                "responses have no figures until the engine restarts, because computing them failed; report this with "
-                "the log",
+                "responses have no figures (kvledger_figures) until the engine restarts, because computing them "
+                "failed; report this with the log",
                 error=described(error),
             )
 

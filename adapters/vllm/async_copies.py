@@ -1,6 +1,6 @@
-"""A worker's copies: begun in one step, reported in that step or later, ordered before a forward if necessary.
+"""Keeps a worker's copies from their start to their report, which may be in a later step.
 
-This module knows jobs, blocks and slots, not requests.
+If a forward depends on a copy, this module orders the copy before the forward. It knows jobs, not requests.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from kvledger.lifecycle import CopyMoments, Moment, described, raise_if_unstoppa
 from kvledger.storage.kv import PendingCopy
 
 IDLE_WAIT_S = 0.001
-"""Seconds; longer than a copy's calls, shorter than the time to a new request's first token."""
+"""Seconds that a step pauses if it computes nothing. Longer than the calls of one copy to torch, shorter than the time
+to a new request's first token."""
 MAX_REMEMBERED = 4096
-"""Reports kept for repetition; workers are asked to repeat a report within a few steps."""
+"""Number of reports that are kept in case the scheduler's side asks for a report again. It asks within a few steps."""
 
 
 class AsyncCopies:
-    """The pending copies of one rank, and the latest reports.
+    """The pending copies of one rank, and the latest reports of ended copies.
 
-    With `waits` the CPU waits for copies that must come first, instead of relying on the device's order. `clock` gives
-    the moments at which copies begin and end.
+    If later work depends on a copy, the device runs the copy first. With `waits`, the CPU waits for such a copy
+    instead. `clock` gives the moments at which copies begin and end.
     """
 
     def __init__(self, rank: int, clock: StepClock | None = None, *, waits: bool = False) -> None:
@@ -37,22 +38,25 @@ class AsyncCopies:
         self._pending: dict[tuple[int, ...], PendingCopy] = {}
         """Job ids of a pending copy → the copy."""
         self._copy_of: dict[int, tuple[int, ...]] = {}
-        """Job id → all jobs of the same copy."""
+        """Job id → ids of all jobs that are copied together with this one."""
         self._began: dict[tuple[int, ...], Moment] = {}
-        """Job ids of a pending copy → when it began."""
+        """Job ids of a pending copy → when the copy began."""
         self._preceded: dict[tuple[int, ...], Moment] = {}
-        """Job ids of a pending copy → the moment since which everything given to the device comes after the copy."""
+        """Job ids of a pending copy → the moment from which on the device runs all new work after the copy."""
         self._reported: OrderedDict[int, JobReport] = OrderedDict()
 
     def start(self, job_ids: tuple[int, ...], begin: Callable[[], PendingCopy]) -> None:
-        """Begin a copy for these jobs. Raises what `begin` raises; then there is no copy, see `failed`."""
+        """Begin one copy for these jobs by calling `begin`.
+
+        If `begin` raises, this method raises the same error, and no copy is pending. Report the jobs with `failed`.
+        """
         began = self._clock.now()
         self._pending[job_ids] = begin()
         self._began[job_ids] = began
         self._copy_of.update(dict.fromkeys(job_ids, job_ids))
 
     def failed(self, job_ids: tuple[int, ...], error: BaseException, moments: CopyMoments | None = None) -> JobReport:
-        """Return the report of a copy that failed, or could not begin."""
+        """Return the report of a copy that failed or could not begin. `moments` None: the copy failed now."""
         if moments is None:
             moments = CopyMoments(now := self._clock.now(), now)
         text = described(error)
@@ -73,7 +77,7 @@ class AsyncCopies:
         return self._remember(report)
 
     def take_done(self) -> list[JobReport]:
-        """Return the reports of copies that ended since the last call, without waiting."""
+        """Return the reports of pending copies that have ended. Does not wait for other copies."""
         done = [job_ids for job_ids, copy in self._pending.items() if _is_over(copy)]
         if not done:
             return []
@@ -81,11 +85,11 @@ class AsyncCopies:
         return [self._end(job_ids, now) for job_ids in done]
 
     def under_way(self) -> tuple[int, ...]:
-        """Return the jobs of pending copies that come before everything given to the device later."""
+        """Return the jobs of pending copies that the device finishes before any new work."""
         return tuple([job_id for job_ids in self._preceded for job_id in job_ids])
 
     def precede(self, job_ids: Iterable[int]) -> list[JobReport]:
-        """Put these copies before everything given to the device later; return reports of those that are over."""
+        """Make the device finish these jobs' copies before any new work; return reports of copies that have ended."""
         if self._waits:
             return self.wait_for(job_ids)
         pending = {copied: self._pending[copied] for job_id in job_ids if (copied := self._copy_of.get(job_id))}
@@ -102,17 +106,17 @@ class AsyncCopies:
         ]
 
     def give_way(self) -> None:
-        """Let pending copies have the interpreter for a moment.
+        """If a copy is pending, pause so that its thread gets the interpreter lock.
 
-        An engine with nothing to compute runs steps in a loop, and each torch call of a copying thread then waits for
-        the interpreter lock, up to 5 ms (`sys.getswitchinterval`). A load of 124 MiB took 14 to 78 ms and 45 to 268
-        steps; with this pause 14 to 24 ms and 7 to 17 steps (real vLLM on two busy cores).
+        An engine with nothing to compute runs steps in a loop. Each torch call of a copying thread then waits up to
+        5 ms (`sys.getswitchinterval`) for the interpreter lock. Without this pause, a load of 124 MiB took 14 to 78 ms
+        and 45 to 268 steps. With the pause, it took 14 to 24 ms and 7 to 17 steps (real vLLM on two busy cores).
         """
         if self._pending:
             time.sleep(IDLE_WAIT_S)
 
     def wait_for(self, job_ids: Iterable[int]) -> list[JobReport]:
-        """Wait for these copies; return reports of those that were pending."""
+        """Wait for the copies of these jobs; return reports of the copies that were pending."""
         return [self._end(copied) for job_id in job_ids if (copied := self._copy_of.get(job_id)) is not None]
 
     def wait_for_all(self) -> list[JobReport]:
@@ -120,7 +124,7 @@ class AsyncCopies:
         return [self._end(job_ids) for job_ids in tuple(self._pending)]
 
     def report_again(self, job_ids: Iterable[int]) -> list[JobReport]:
-        """Repeat what was reported about these copies. Waits for pending ones, so that no running copy is given up."""
+        """Report these jobs again. First waits for their pending copies, so that no running copy is given up."""
         ended = self.wait_for(job_ids := tuple(job_ids))
         just_ended = {job_id for report in ended for job_id in report.job_ids}
         return [*ended, *(self._repeated(job_id) for job_id in job_ids if job_id not in just_ended)]
@@ -135,7 +139,7 @@ class AsyncCopies:
         return JobReport((job_id,), self._rank, done=False, num_bytes=0, duration_ns=0, error=error, is_repeated=True)
 
     def _end(self, job_ids: tuple[int, ...], now: Moment | None = None) -> JobReport:
-        """Wait for a copy, unless it was seen to be over at `now`; return its report."""
+        """Wait for a copy to end; return its report. `now`: moment at which the caller saw that the copy had ended."""
         copy = self._pending.pop(job_ids)
         began, preceded = self._began.pop(job_ids), self._preceded.pop(job_ids, None)
         for job_id in job_ids:
@@ -167,7 +171,7 @@ class AsyncCopies:
 
 
 def _is_over(copy: PendingCopy) -> bool:
-    """Whether the copy is over. True if that cannot be found out: waiting for its result shows the error."""
+    """Whether the copy has ended. True if the query raises, because waiting for the copy then shows the error."""
     try:
         return copy.done()
     except BaseException as error:  # noqa: BLE001 -- as in `_end`
@@ -176,7 +180,10 @@ def _is_over(copy: PendingCopy) -> bool:
 
 
 def _precedes(copy: PendingCopy) -> bool:
-    """Put the copy before what follows; False if that failed, so that the copy must be waited for."""
+    """Make the device finish the copy before any new work.
+
+    Returns whether this succeeded. If not, the caller must wait for the copy.
+    """
     try:
         copy.precede()
     except BaseException as error:  # noqa: BLE001 -- as in `_end`

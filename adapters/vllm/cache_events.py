@@ -1,9 +1,10 @@
-"""KV events for routers: which blocks can be loaded from the host pool, as vLLM describes blocks (`take_events`).
+"""KV events for routers: which blocks can be loaded from the host pool (`take_events`).
 
-What is published follows from the log and is not in it: a chunk is stored when its save is completed, and removed when
-it is evicted, tainted or reset. A block is described as on the device, except for the medium. Token ids, salts and
-adapters are read from the request when its save is issued, kept until they are published, and never enter the log.
-Nothing is published unless vLLM's `kv_events_config` asks for it, and nothing here decides anything.
+An event describes a block as vLLM describes a block on the device, except for the medium. Events follow from the
+decisions in the log, but are not recorded in it. kvledger publishes a chunk as stored when its save is completed. It
+publishes the chunk as removed when the chunk is evicted or tainted, or the cache is reset. Token ids, salts and
+adapters are read from the request when the save is issued, and kept until they are published. They never enter the log.
+kvledger publishes events only if vLLM's `kv_events_config` asks for them. This module makes no decisions.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ _LOCAL = "LOCAL"
 
 @attrs.frozen
 class ChunkBlocks:
-    """Describes a chunk's blocks as vLLM's block pool does (`v1/core/block_pool.py`, 0.32). Sizes in tokens."""
+    """Describes a chunk's blocks as vLLM's block pool does (`v1/core/block_pool.py`, 0.32). All sizes are in tokens."""
 
     chunk_size: int
     """A multiple of the block size."""
     block_size: int
     hash_block_size: int
     group: int
-    """The group that sees all tokens; if there are several, the first, which routers follow."""
+    """Number of the group without a window. If several groups have none, the first of these, which routers follow."""
     kind: str
 
     def stored(self, request: Request, chunk: int, key: bytes) -> BlockStored | None:
-        """Return the chunk's blocks; None if the key was not made of the request's hashes."""
+        """Return the blocks of chunk number `chunk`; None if `key` was not made from the request's block hashes."""
         first_token, end = chunk * self.chunk_size, (chunk + 1) * self.chunk_size
         hashes, step = request.block_hashes, self.hash_block_size
         if end // step > len(hashes) or key_of_hash(request, hashes[end // step - 1]) != key:
@@ -75,7 +76,7 @@ class ChunkBlocks:
         )
 
     def behind(self, num_blocks: int, stored: BlockStored) -> BlockStored:
-        """Return the chunk's blocks without the first ones, which are published already."""
+        """Return the blocks of `stored` without the first `num_blocks` blocks, which are already published."""
         if not num_blocks:
             return stored
         return replace(
@@ -87,21 +88,21 @@ class ChunkBlocks:
         )
 
     def removed(self, block_hashes: list[ExternalBlockHash]) -> BlockRemoved:
-        """The opposite of `stored`."""
+        """Return the event that these blocks can no longer be loaded."""
         return BlockRemoved(block_hashes=block_hashes, medium=MEDIUM_CPU, group_idx=self.group, locality=_LOCAL)
 
 
 def chunk_blocks(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, configuration: LedgerConfiguration
 ) -> ChunkBlocks | None:
-    """Return how events describe chunks; None if vLLM publishes none, or chunks are smaller than blocks."""
+    """Return what describes chunks in events; None if vLLM publishes none, or a chunk is smaller than a block."""
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return None
     if configuration.chunk_size < configuration.block_size:
         messages.warning(
-            "chunk_size is less than a block, so kvledger publishes no KV events of the host pool: they describe whole "
-            "blocks; set chunk_size to a multiple of the block size",
+            "chunk_size is less than a block, and KV events describe whole blocks, so kvledger publishes no KV events "
+            "of the host pool; set chunk_size to a multiple of the block size",
             chunk_size=configuration.chunk_size,
             block_size=configuration.block_size,
         )
@@ -117,26 +118,27 @@ def chunk_blocks(
 
 
 class CacheEvents:
-    """Follows decisions and collects what has changed for routers."""
+    """Follows decisions, and collects KV events about the chunks that they store or remove."""
 
     def __init__(self, blocks: ChunkBlocks, projections: Projections, requests: Mapping[str, Request]) -> None:
         self._blocks = blocks
         self._projections = projections
         self._requests = requests
         self._saving: dict[int, dict[bytes, BlockStored]] = {}
-        """Job id → (chunk key → the chunk's blocks); these can be loaded once the job is completed."""
+        """Job id of a save in flight → (chunk key → the chunk's blocks, which can be loaded after the save)."""
         self._stored: dict[bytes, BlockStored] = {}
         """Chunk key → blocks that can be loaded and are not published yet."""
         self._published: dict[bytes, Sequence[ExternalBlockHash]] = {}
-        """Chunk key → its blocks, as published."""
+        """Chunk key → hashes of the chunk's blocks, for published chunks."""
         self._num_chunks: dict[ExternalBlockHash, int] = {}
-        """Published block → number of published chunks with it. Prompts may diverge after a chunk's first blocks."""
+        """Hash of a published block → number of published chunks with this block. Two chunks share their first
+        blocks if their prompts diverge later within the chunk."""
         self._removed: list[ExternalBlockHash] = []
-        """Published blocks that can no longer be loaded."""
+        """Hashes of published blocks that can no longer be loaded, until their removal is published."""
         self._is_stopped = False
 
     def follow(self, event: e.Event, decisions: Sequence[e.Event]) -> None:
-        """Follow an observation and its decisions, when all of them are folded. Never raises."""
+        """Collect what an observation and its decisions change. Call this after both are folded. Never raises."""
         if self._is_stopped:
             return
         try:
@@ -154,7 +156,10 @@ class CacheEvents:
             )
 
     def take(self, *, is_written: bool) -> list[KVCacheEvent]:
-        """Return the changes, removals first. Stored blocks wait until the log has them, removals do not."""
+        """Return the KV events of all changes since the last call, removals first.
+
+        Stored blocks are kept for a later call until the log contains their saves (`is_written`). Removals are not.
+        """
         events: list[KVCacheEvent] = []
         if self._removed:
             events.append(self._blocks.removed(self._removed))
@@ -169,7 +174,7 @@ class CacheEvents:
         return events
 
     def stop(self) -> None:
-        """Publish that nothing can be loaded any more, and stop."""
+        """Let the next `take` publish all blocks as removed, and follow no more decisions."""
         self._is_stopped = True
         self._saving.clear()
         self._remove_all()
@@ -190,7 +195,7 @@ class CacheEvents:
                 self._remove(key)
 
     def _read(self, request: Request, save: e.SaveIssued) -> dict[bytes, BlockStored]:
-        """Describe the chunks now (R1): the request may be gone when they can be loaded."""
+        """Describe a save's chunks when the save is issued. The request may be gone when the save is completed."""
         record = self._projections.tracker.of(save.ordinal)
         keys = [] if record is None else record.keys
         found = {}
@@ -201,7 +206,7 @@ class CacheEvents:
         return found
 
     def _count(self, block_hashes: Sequence[ExternalBlockHash]) -> int:
-        """Count the chunk's blocks; return how many of the first are published with other chunks already."""
+        """Count these blocks of one more chunk; return how many of them are already published with other chunks."""
         num_known = 0
         for block_hash in block_hashes:
             num_chunks = self._num_chunks.get(block_hash, 0)

@@ -1,12 +1,13 @@
-"""Chunk keys: a hash over a chunk's tokens and everything before them, with salt, adapter and media in it.
+"""Chunk keys: hashes of a chunk's tokens and of everything before them, including salt, adapter and media.
 
-If a chunk is a multiple of vLLM's hash block, its key is vLLM's own chained block hash. Other chunks get a chained hash
-of their own, with the same function, extra keys and first hash. Two tenants with different `cache_salt` therefore never
-share a chunk, and every key depends on `PYTHONHASHSEED` if that is set. Keys are cut to 16 bytes: 128 bits are enough
-to be distinct.
+If the chunk size is a multiple of vLLM's hash block size, a chunk's key is vLLM's own chained hash of the chunk's last
+block. For other chunk sizes, kvledger computes chained hashes itself, with vLLM's hash function, extra keys and first
+hash. Two tenants with different `cache_salt` therefore never share a chunk. If `PYTHONHASHSEED` is set, every key
+depends on it. Keys are cut to 16 bytes, because 128 bits are enough to tell chunks apart.
 
-vLLM's hash leaves out some inputs that the KV depends on (`versions.unhashed_inputs`). kvledger hashes them into the
-keys of the requests that have them. If no key can identify its KV, a request gets no keys and is not cached.
+vLLM's hash leaves out some inputs that the KV depends on (`versions.unhashed_inputs`). kvledger hashes these inputs
+into the keys of the requests that have them. If no key can identify the KV of a request, the request gets no keys and
+is not cached.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ KEY_BYTES = 16
 
 
 class ChunkKeySource:
-    """Reads keys from a live request. It keeps nothing: the caller passes the parent of a key."""
+    """Computes the keys of a live request. It keeps nothing, so the caller passes the key of the chunk before."""
 
     def __init__(
         self,
@@ -34,15 +35,15 @@ class ChunkKeySource:
         hash_tokens: Callable[[Request, bytes, int, int], bytes],
         vllm_shares_blocks: bool = False,
     ) -> None:
-        """Read keys of chunks of this size.
+        """Compute keys of chunks of this size.
 
         Args:
             chunk_size: tokens of a chunk.
             hash_block_size: tokens of one of vLLM's block hashes.
-            hash_tokens: hashes a chunk that is not a multiple of `hash_block_size`; see `versions.token_hasher`.
-            vllm_shares_blocks: whether vLLM's prefix cache is on. Its hash leaves out how prompt embeddings are placed,
-                so a request with embeddings may hold another request's KV. kvledger must not save such KV, so the
-                request gets no keys.
+            hash_tokens: hashes a chunk if its size is not a multiple of `hash_block_size`; see `versions.token_hasher`.
+            vllm_shares_blocks: whether vLLM's prefix cache is on. Its hash leaves out which positions take prompt
+                embeddings, so a request with embeddings may hold another request's KV. kvledger must not save this KV,
+                so the request gets no keys.
         """
         self._chunk_size = chunk_size
         self.hash_block_size = hash_block_size
@@ -51,21 +52,20 @@ class ChunkKeySource:
         self._vllm_shares_blocks = vllm_shares_blocks
 
     def why_uncached(self, request: Request) -> str:
-        """Return why the request gets no keys; empty if it gets some."""
+        """Return why the request gets no keys; empty if the request gets keys."""
         if versions.reloads_adapter(request):
             return "it reloads its LoRA adapter (load_inplace), so KV with the same key may come from other weights"
         if self._vllm_shares_blocks and versions.has_prompt_embeds(request):
             return (
                 "it has prompt embeddings, and vLLM's prefix cache may give it blocks of another request with the same "
-                "tensor; to cache such requests, set enable_prefix_caching=False"
+                "embedding tensor; to cache such requests, set enable_prefix_caching=False"
             )
         return ""
 
     def keys(self, request: Request, first_chunk: int, parent: bytes | None) -> tuple[bytes, ...]:
-        """Return the keys of all whole chunks of the known tokens from `first_chunk` on.
+        """Return the keys of all whole chunks of the request's known tokens, from chunk number `first_chunk` on.
 
-        `parent` is the key of the chunk before `first_chunk`, None for the first chunk. The request is read now, not
-        kept.
+        `parent` is the key of the chunk before `first_chunk`; None if `first_chunk` is 0. The request is not kept.
         """
         if self.why_uncached(request):
             return ()
@@ -101,7 +101,10 @@ class ChunkKeySource:
 
 
 def key_of_hash(request: Request, block_hash: bytes) -> bytes:
-    """Return the key of the chunk that ends with this block hash of vLLM, for a request without prompt embeddings."""
+    """Return the key of the chunk whose last block has this hash of vLLM.
+
+    The request must have no prompt embeddings.
+    """
     if not versions.has_unhashed_inputs(request):
         return bytes(block_hash)[:KEY_BYTES]
     return _key(bytes(block_hash), versions.unhashed_inputs(request, 0, 0))

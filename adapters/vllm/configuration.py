@@ -1,7 +1,7 @@
 """The keys of `kv_connector_extra_config`, checked before an engine starts.
 
-kvledger refuses an unknown key, a size that cannot work and a handler that cannot be imported, with the figures and the
-remedy.
+kvledger refuses an unknown key, a size that cannot work and a handler that cannot be imported. The error contains the
+figures and the remedy.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from kvledger.storage.kv import HostMemory, most_memory
 DEFAULT_CHUNK_SIZE = 64
 DEFAULT_SAVE_INTERVAL_TOKENS = 256
 SHARE_OF_MEMORY = 8
-"""Divisor of the memory that the process could have, for the default of `host_bytes`."""
+"""The default of `host_bytes` is the memory that the process could have, divided by this number."""
 FIXED_HOST_BYTES = 4 * 1024**3
 """Default of `host_bytes` if ranks may be on several machines or the memory is unknown."""
 LARGE_LOAD_BYTES = 32 * 1024**2
-"""Bytes from which a load delays a step by more than a request loses by waiting one step more."""
+"""Bytes on one rank from which on loads are asynchronous by default. So large a load delays its step by more than a
+request loses if it waits for one more step."""
 
 
 class TransferMode(enum.StrEnum):
-    """When copies run: within a step, or asynchronously, while steps go on."""
+    """When copies run: within a step (sync), while other steps run (async), or as kvledger chooses (auto)."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -48,73 +49,81 @@ class ConnectorSettings(LogSettings):
     """The settings of the connector; every key has a default."""
 
     chunk_size: pydantic.PositiveInt | None = None
-    """Tokens per chunk, the unit of matching: a multiple or a divisor of vLLM's block size. Default: 64, or one block
-    if the model's block size does not divide 64."""
+    """Tokens per chunk, a multiple or a divisor of vLLM's block size. Two prompts share only whole chunks. Default: 64,
+    or one block if the model's block size does not divide 64."""
 
     save_interval_tokens: pydantic.NonNegativeInt | None = None
-    """Tokens that a request decodes before its whole chunks are saved: at least a chunk, or 0 to save each chunk when
-    it has settled. A prompt is saved at once, the rest at a preemption and at the end. Default: 256, or one chunk if
-    that is longer."""
+    """Tokens that a request decodes before kvledger saves its decoded chunks: at least one chunk, or 0 to save each
+    chunk when it has settled. kvledger saves the prompt's chunks at once. At a preemption and at the end of a request,
+    it saves all chunks that are not saved yet. Default: 256, or one chunk if a chunk is longer."""
 
     host_bytes: pydantic.ByteSize | None = pydantic.Field(None, gt=0)
-    """Host memory for saved pages, all ranks together: an int or a string such as "4GiB". More than the machine and its
-    control groups have left is refused at start. Default: an eighth of what the machine has, or its control groups
-    allow, divided among the server's engines there (data parallel); 4 GiB if ranks are on several machines."""
+    """Host memory for saved pages of all ranks together: a number of bytes or a string such as "4GiB". kvledger refuses
+    to start if the machine or its control groups have less memory available. Default: an eighth of the machine's memory
+    or of the limit of its control groups, divided by the number of the server's engines on the machine (data parallel).
+    If ranks may be on several machines or the memory is unknown, the default is 4 GiB."""
 
     share_pool: bool = True
-    """Whether ranks that hold the same KV (MLA under tensor parallelism) and are on one machine keep it once, in shared
-    memory; false: each rank keeps its own, as for any other model."""
+    """Whether ranks that hold the same KV (MLA under tensor parallelism) share one host pool, if they are on one
+    machine. false: each rank has its own pool, as for any other model."""
 
     offer: Offer = Offer.AUTO
-    """auto: a load that would take longer than computing its tokens, as measured while serving, is not offered, except
-    for one every ten seconds that measures again; always: every load is offered."""
+    """auto: kvledger does not offer loads if loading takes longer than computing the same tokens. It measures both
+    while serving, and offers one load every ten seconds to measure again. always: kvledger offers every load."""
 
     save_tails: bool = True
-    """Whether the part-filled last chunk of a preempted request is saved too, so that none of its tokens are computed
-    again."""
+    """Whether the tail of a preempted request, its part-filled last chunk, is saved too. If it is, none of the
+    request's tokens are computed again."""
 
     keep_for_preempted: bool = True
-    """Whether chunks that a preempted request needs are never evicted; a pool full of them declines new saves."""
+    """Whether kvledger never evicts chunks that a preempted request needs. If these chunks fill the pool, kvledger
+    declines new saves."""
 
     load_mode: TransferMode = TransferMode.AUTO
-    """sync: loads run before the step that needs them; async: they run while other requests go on, and the request
-    waits for them; auto: async for large loads (32 MiB per rank), and for all loads if only async is safe."""
+    """sync: a load runs before the forward of the step that needs it. async: a load runs while other requests go on,
+    and its own request waits for it. auto: async for large loads (from 32 MiB per rank), and for all loads if only
+    async is safe."""
 
     save_mode: TransferMode = TransferMode.AUTO
-    """sync: what settles is copied out at the end of its step; async: while steps go on; auto: async on CUDA, unless
-    vLLM zeroes new blocks, as in a KV cache of mixed precision."""
+    """sync: kvledger saves settled chunks at the end of a step. async: it saves them while other steps run. auto: async
+    on CUDA, otherwise sync; also sync if vLLM zeroes new blocks, as in a KV cache of mixed precision."""
 
     kv_cache_layout: Literal["BLNHC", "BLHNC"] | None = None
-    """The layout that kvledger asks vLLM for: BLNHC or BLHNC, in which a block is one run of memory over all layers
-    instead of one per layer. If the model's kernels cannot read it, vLLM warns and takes another one. null: vLLM's own
-    choice."""
+    """KV cache layout that kvledger asks vLLM for. In BLNHC and BLHNC, a block is one run of memory for all layers,
+    instead of one run per layer. If the model's kernels cannot read the layout, vLLM warns and uses another one. null:
+    vLLM chooses the layout."""
 
     handlers: tuple[str, ...] = ()
-    """Your own state handlers, as "module:Class"; each replaces the one of its state."""
+    """Your own handlers, as "module:Class". Each replaces kvledger's handler of the same state."""
 
     extensions: tuple[str, ...] = ()
-    """Extensions of the core, as "module:Class". Those that installed packages name (entry points
-    `kvledger.extensions`) are loaded as well, each once."""
+    """Extensions of the core, as "module:Class". kvledger also loads the extensions that installed packages name in
+    the entry points `kvledger.extensions`. It loads an extension only one time, even if several places name it."""
 
     extension_settings: dict[str, dict[str, bool | int | float | str]] = pydantic.Field(default_factory=dict)
-    """Settings of extensions: extension, key, value."""
+    """Settings of extensions: name of the extension → key → value."""
 
     max_deferred_lookups: pydantic.NonNegativeInt = 8
-    """Steps in a row that a preempted request waits for its own saves before it accepts what is there; also the number
-    of loads of the same prefix by other requests that a request waits for. 0: it never waits."""
+    """Lookups in a row that kvledger defers for a request, one in each step. It defers the lookup of a preempted
+    request while the request's chunks are being saved. It also defers a lookup while another request loads the same
+    chunks; all deferrals for one such load count as one. 0: kvledger defers no lookup."""
 
     max_failed_loads: pydantic.PositiveInt = 3
     """Failed loads after which a request gets no further load."""
 
     max_silent_steps: pydantic.PositiveInt = 64
-    """Steps without a worker's report after which kvledger asks the workers about a copy, once `max_silent_ms` have
-    passed too. After the same time again the copy counts as failed."""
+    """Steps after which kvledger asks the workers about a copy that some worker has not reported. `max_silent_ms` must
+    have passed too. If both limits pass again without the report, the copy counts as failed."""
 
     max_silent_ms: pydantic.NonNegativeInt = 5_000
-    """Milliseconds for `max_silent_steps`: an idle engine runs many steps in no time."""
+    """Milliseconds that must pass in addition to `max_silent_steps`, because an idle engine runs many steps in a short
+    time."""
 
     def filled_in(self, *, num_engines: int = 1, is_one_machine: bool = True) -> Self:
-        """Return the settings with the default of `host_bytes`, which is the same at every start on a machine."""
+        """Return the settings with the default of `host_bytes` filled in, if `host_bytes` is not set.
+
+        The default is the same at every start on the same machine.
+        """
         if self.host_bytes is not None:
             return self
         most = most_memory() if is_one_machine else None
@@ -123,14 +132,15 @@ class ConnectorSettings(LogSettings):
 
     @property
     def pool_bytes(self) -> int:
-        """`host_bytes`, or its default for one engine."""
+        """`host_bytes`, or the default for one engine if `host_bytes` is not set."""
         return int(self.filled_in().host_bytes or 0)
 
     def sizes(self, block_size: int) -> LedgerConfiguration:
-        """Return what follows from the block size alone; the number of slots is a placeholder.
+        """Return the configuration as far as it follows from the block size. The number of slots is a placeholder.
 
         Raises:
-            ConfigurationError: chunk and block do not divide one another, or the save interval is less than a chunk.
+            ConfigurationError: neither of chunk and block size divides the other, or the save interval is less than a
+                chunk.
         """
         chunk_size = self.chunk_size
         if chunk_size is None:
@@ -162,15 +172,17 @@ class ConnectorSettings(LogSettings):
         Args:
             block_size: tokens of one KV cache block.
             block_bytes: bytes of one block over all layers on one rank.
-            num_ranks: workers, each of which copies every block or its part of it.
-            num_pools: pools that `host_bytes` is divided among: 1 if all ranks share a pool, by default one per rank.
-            windows: tokens that each group of layers sees, 0 for all.
+            num_ranks: number of workers. Each worker copies every block or its part of every block.
+            num_pools: number of pools among which `host_bytes` is divided: 1 if all ranks share a pool. None: one pool
+                per rank.
+            windows: window of each group in tokens, 0 for a group without a window.
             supports_async_saves: whether the device can copy without slowing the steps down.
             needs_async_loads: whether only asynchronous loads are safe.
             has_prefix_cache: whether vLLM's own prefix cache is on.
 
         Raises:
-            ConfigurationError: chunk and block do not divide one another, or the pool cannot hold one chunk.
+            ConfigurationError: neither of chunk and block size divides the other, the save interval is less than a
+                chunk, or the pool cannot hold one chunk.
         """
         num_pools = num_ranks if num_pools is None else num_pools
         sizes = self.sizes(block_size)
@@ -197,14 +209,14 @@ class ConnectorSettings(LogSettings):
         """Return the number of slots of one pool.
 
         Raises:
-            ConfigurationError: no chunk fits; names a size that holds one.
+            ConfigurationError: no chunk fits into a pool. The error names a size that is large enough.
         """
         num_slots, num_needed = self.pool_bytes // num_pools // block_bytes, sizes.pages_per_chunk * num_groups
         if num_slots < num_needed:
             what = "gives" if num_pools == 1 else f"divided among {num_pools} pools gives"
             reason = (
                 f"{what} {plural(num_slots, 'slot')} of {size(block_bytes)}, one block of {sizes.block_size} tokens "
-                f"each, but a chunk of {sizes.chunk_size} tokens needs {num_needed}"
+                f"each, but a chunk of {sizes.chunk_size} tokens needs {num_needed} of them"
             )
             least = written_size(-(-num_needed * block_bytes * num_pools // 1024) * 1024)
             raise self._refused(reason, f'write "{least}" or more, or lower chunk_size')
@@ -215,13 +227,14 @@ class ConnectorSettings(LogSettings):
         return ConfigurationError(Refusal(reason, remedy, "host_bytes", written_size(self.pool_bytes)))
 
     def refuse_beyond_memory(self, memory: HostMemory | None, *, num_pools: int, num_local_pools: int) -> None:
-        """Refuse a `host_bytes` whose part on this machine is more than the usable part of `memory`.
+        """Refuse `host_bytes` if the pools on this machine need more than the usable part of `memory`.
 
-        Call it before any rank allocates: it counts all pools of this machine, but each rank would find enough for its
-        own pool.
+        Call this before any rank allocates its pool. A rank that looks only at its own pool may find enough memory,
+        although there is too little for all pools of the machine.
 
         Raises:
-            ConfigurationError: names what is asked for, what is available and why, and what to write instead.
+            ConfigurationError: names the size that is asked for, the available size and its limit, and a size to write
+                instead.
         """
         if memory is None:
             messages.info(
@@ -245,10 +258,10 @@ class ConnectorSettings(LogSettings):
         )
 
     def refuse_beyond_machine(self, num_ranks: int) -> None:
-        """Refuse a `host_bytes` that is more than this machine's total memory, if all ranks run on it.
+        """Refuse a `host_bytes` that is more than this machine's total memory. All ranks must run on this machine.
 
         Raises:
-            ConfigurationError: with the figures and the remedy.
+            ConfigurationError: `host_bytes` is too large. The error contains the figures and the remedy.
         """
         most = most_memory()
         if most is not None:
@@ -256,7 +269,7 @@ class ConnectorSettings(LogSettings):
             self.filled_in().refuse_beyond_memory(memory, num_pools=num_ranks, num_local_pools=num_ranks)
 
     def idle_configuration(self) -> LedgerConfiguration:
-        """Return the configuration for a model that is not served: nothing is saved, so no size matters."""
+        """Return the configuration for a declined model. Its sizes do not matter, because nothing is saved."""
         return LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
 
     def _async_load_tokens(self, block_size: int, block_bytes: int, *, needs_async_loads: bool) -> int | None:
@@ -270,8 +283,8 @@ class ConnectorSettings(LogSettings):
         """Return the standard core with all extensions and the handlers of `handlers`.
 
         Raises:
-            ConfigurationError: a name cannot be imported or is not a handler or an extension, parts do not fit
-                together, or no extension has a setting.
+            ConfigurationError: a name cannot be imported; a class is not a handler or not an extension; handlers and
+                extensions do not fit together; or `extension_settings` has a setting that no extension has.
         """
         core = composed_core(self.handlers, (*installed_extensions(), *self.extensions))
         core.check_settings(self.extension_settings)

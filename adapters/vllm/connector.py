@@ -1,4 +1,7 @@
-"""The class that vLLM creates, once in the scheduler and once in every worker. The class only delegates."""
+"""The connector class, of which vLLM creates one object in the scheduler's process and one in every worker.
+
+The class only delegates, to `SchedulerSide` or to `WorkerSide`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps KV in host memory so that preempted requests recover, and logs all of it.
+    """Keeps KV in host memory, so that preempted requests can load it again, and logs every event and decision.
 
     Raises:
         ConfigurationError: at start, for a configuration that cannot work.
@@ -59,7 +62,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource.HOST
 
     clock: ClassVar[Callable[[], int]] = time.monotonic_ns
-    """Clock of all event times, in nanoseconds. A simulation sets its own before it builds an engine."""
+    """Returns the time for all events, in nanoseconds. A simulation sets its own clock before it creates an engine."""
 
     @refusals_are_said()
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -106,8 +109,8 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         if loads_must_not_fail:
             messages.warning(
                 "with async scheduling and the policy 'recompute', vLLM delivers a token computed on top of a failed "
-                "synchronous load before it recomputes; set load_mode to 'async' or 'auto', or kv_load_failure_policy "
-                "to 'fail' (under MultiConnector, only the policy of the parent applies)"
+                "synchronous load, and only then recomputes; set load_mode to 'async' or 'auto', or "
+                "kv_load_failure_policy to 'fail' (under MultiConnector, only the policy of the parent applies)"
             )
         speculates = versions.uses_speculation(vllm_config)
         self._scheduler_side = SchedulerSide(
@@ -137,7 +140,11 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @cached_property
     def scheduler_side(self) -> SchedulerSide:
-        """The half that owns the ledger, in the scheduler's process only."""
+        """The half that owns the ledger. It exists only in the scheduler's process.
+
+        Raises:
+            RuntimeError: this connector was created for a worker.
+        """
         if self._scheduler_side is None:
             message = "this connector was built for a worker; the ledger is in the scheduler's process"
             raise RuntimeError(message)
@@ -145,13 +152,16 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, as for every best-effort cache (base.py, 0.32): a dropped save is only a future cache miss."""
+        """Always False. kvledger is a best-effort cache (`base.py`, 0.32): a dropped save only causes a later miss."""
         return False
 
     @classmethod
     @refusals_are_said()
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask vLLM for a layout only if the operator does: `MultiConnector` refuses children that differ."""
+        """Return the setting `kv_cache_layout`; None asks vLLM for no layout.
+
+        kvledger asks for none by default, because `MultiConnector` refuses children that ask for different layouts.
+        """
         transfer = vllm_config.kv_transfer_config
         settings = ConnectorSettings.from_extra_config({} if transfer is None else transfer.kv_connector_extra_config)
         return settings.kv_cache_layout
@@ -163,7 +173,10 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata if isinstance(metadata, StepJobs) and metadata else None
 
     def _enter(self, hook: Hook, metadata: KVConnectorMetadata | None = None) -> tuple[WorkerSide, StepJobs] | None:
-        """Record that vLLM calls a hook; return the worker's half and the jobs, None if there are none."""
+        """Record that vLLM calls a hook; return the worker's half and the jobs of the step.
+
+        None if the step has no jobs, or if this is not a worker.
+        """
         worker_side, jobs = self._worker_side, self._jobs(metadata)
         if worker_side is None:
             return None
@@ -171,48 +184,51 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return None if jobs is None else (worker_side, jobs)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe where the pages lie and allocate the host pool."""
+        """Find out where in these tensors the pages of each block lie, and allocate the host pool."""
         if self._worker_side is not None:
             self._worker_side.register_kv_caches(kv_caches, is_alone=versions.is_alone(self))
 
     def get_handshake_metadata(self) -> WorkerStart | None:
-        """Return what this rank has at start; vLLM passes it to the scheduler side before the first request."""
+        """Describe this rank's host pool; vLLM passes the description to the scheduler side before the first request.
+
+        None if another connector, such as `MultiConnector`, contains this one.
+        """
         if self._worker_side is None or not versions.is_alone(self):
             return None
         return self._worker_side.take_start()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any = None) -> bool:  # noqa: ARG003 -- vLLM's signature
-        """Whether vLLM may put an engine with this connector to sleep; 0.33 asks, 0.32 does not."""
+        """Whether vLLM may put an engine with this connector to sleep. vLLM 0.33 calls this, 0.32 does not."""
         return True
 
     def unregister_kv_caches(self) -> None:
-        """Finish copies in flight before the KV memory goes (vLLM 0.33, sleep). May be called twice."""
+        """Finish copies in flight before vLLM frees the KV memory to sleep (vLLM 0.33). May be called twice."""
         if self._worker_side is not None:
             self._worker_side.enter(Hook.UNREGISTER_KV_CACHES, None)
             self._worker_side.sleep()
 
     def restore_kv_caches(self) -> None:
-        """Copy again: the KV memory is back (vLLM 0.33, wake)."""
+        """Allow copies again, because vLLM has woken up and its KV memory is back (vLLM 0.33)."""
         if self._worker_side is not None:
             self._worker_side.wake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Copy out what this step may overwrite."""
+        """Save the blocks that this step may overwrite."""
         entered = self._enter(Hook.HANDLE_PREEMPTIONS, kv_connector_metadata)
         if entered is not None:
             worker_side, jobs = entered
             worker_side.before_forward(jobs)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Copy in what this step's forward needs."""
+        """Run the loads that this step's forward needs, and begin asynchronous loads."""
         entered = self._enter(Hook.START_LOAD_KV)
         if entered is not None:
             worker_side, jobs = entered
             worker_side.load(jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: the forward comes after the loads of `start_load_kv`."""
+        """Do nothing, because the loads of `start_load_kv` are ordered before the forward."""
 
     def save_kv_layer(
         self,
@@ -221,17 +237,20 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Do nothing: whole blocks are saved after the forward."""
+        """Do nothing, because `wait_for_save` saves whole blocks after the forward."""
 
     def wait_for_save(self) -> None:
-        """Copy out what has settled."""
+        """Begin the saves of this step's jobs."""
         entered = self._enter(Hook.WAIT_FOR_SAVE)
         if entered is not None:
             worker_side, jobs = entered
             worker_side.save(jobs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return what vLLM's scheduler learns with this output; `update_connector_output` adds loads that succeed."""
+        """Return, for vLLM's scheduler, requests whose saves have ended and requests whose asynchronous loads failed.
+
+        `update_connector_output` adds the requests whose asynchronous loads succeeded.
+        """
         results = self._transfer_results()
         if self._worker_side is not None:
             found = (results.finished_sending, results.finished_recving, results.failed_recving)
@@ -249,7 +268,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return blocks that were promised and not filled."""
+        """Return the blocks that a load had to fill but did not."""
         if self._worker_side is None:
             return set()
         block_ids = self._worker_side.take_failed_block_ids()
@@ -257,7 +276,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return block_ids
 
     def build_connector_worker_meta(self) -> WorkerReports | None:
-        """Return the reports of this step."""
+        """Return this worker's reports for the scheduler side; None if it has none."""
         if self._worker_side is None:
             return None
         self._enter(Hook.OUTPUT)
@@ -269,10 +288,10 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler ----------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Compare what the workers have with what the scheduler side expects; `metadata`: rank → its start.
+        """Compare the workers' host pools with what the scheduler side expects. `metadata`: rank → its `WorkerStart`.
 
         Raises:
-            ConfigurationError: a worker lacks something; vLLM's start ends with this error.
+            ConfigurationError: a worker lacks something that is expected. vLLM's start fails with this error.
         """
         starts = [start for start in metadata.values() if isinstance(start, WorkerStart)]
         self._edge.is_alone = bool(starts)
@@ -282,7 +301,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigurationError(disagreement)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Take the scheduler's block manager, in which blocks of failed loads are evicted."""
+        """Keep the scheduler's block manager, from whose prefix cache kvledger removes the blocks of failed loads."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self.scheduler_side.bind(kv_cache_manager)
 
@@ -292,13 +311,16 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         self._edge.arrived(request.request_id)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond `num_computed_tokens` can be loaded, and whether asynchronously."""
+        """Return how many tokens beyond `num_computed_tokens` can be loaded, and whether the load is asynchronous.
+
+        None instead of a number makes vLLM ask again later.
+        """
         answer = self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
         self._edge.answered(request.request_id, answer)
         return answer
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Issue the load that vLLM accepted with these blocks."""
+        """Record the allocated blocks, and issue the load of the `num_external_tokens` tokens that vLLM accepted."""
         self.scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
         self._edge.allocated(request.request_id, num_external_tokens)
 
@@ -316,13 +338,17 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         self._edge.output_leaves(arrived, connector_output)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Record the end of a request; return whether vLLM must keep its blocks for a copy that reads them."""
+        """Record the end of a request.
+
+        Returns whether vLLM must keep the request's blocks because a copy reads them, and figures for the response if
+        the request asked for them.
+        """
         return self._request_finished(request, len(block_ids))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`, for a connector that takes several groups; their tables are of equal length."""
+        """Do the same as `request_finished` for a model with several groups, whose tables have equal lengths."""
         return self._request_finished(request, max(map(len, block_ids), default=0))
 
     def _request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
@@ -333,7 +359,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return is_held, figures if self._edge.is_alone else None
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep stepping for a copy."""
+        """Whether the engine must run steps, even without requests, until a copy has ended."""
         if self._scheduler_side is None:
             return False
         answer = self._scheduler_side.has_pending_push_work()
@@ -341,23 +367,23 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return answer
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks of ended requests are about to be freed, so that no preemption is needed (base.py, 0.32)."""
+        """Whether blocks of ended requests are about to be freed, so that vLLM need not preempt (`base.py`, 0.32)."""
         answer = self.scheduler_side.has_pending_block_frees()
         self._edge.pending_frees(answer)
         return answer
 
     def reset_cache(self) -> bool | None:
-        """Forget everything saved: it is stale."""
+        """Forget all saved chunks, because they are out of date."""
         answer = self.scheduler_side.reset_cache()
         self._edge.reset(answer)
         return answer
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return KV events of the host pool, if vLLM's `kv_events_config` asks for any."""
+        """Return the KV events of the host pool; empty if vLLM's `kv_events_config` asks for none."""
         return () if self._scheduler_side is None else self._scheduler_side.take_events()
 
     def shutdown(self) -> None:
-        """Close the log or free the pool. May be called twice."""
+        """Close the log (scheduler) or free the host pool (worker). May be called twice."""
         if self._scheduler_side is not None:
             self._edge.record()
             self._scheduler_side.shutdown()
@@ -367,12 +393,12 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     # --- figures ------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return figures since the last call; workers have none."""
+        """Return the changes of the figures since the last call. Only the scheduler side has figures."""
         return None if self._scheduler_side is None else self._scheduler_side.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Rebuild stats on the receiving side."""
+        """Rebuild the stats in the process that has received `data`."""
         return ConnectorStats(data or {})
 
     @classmethod

@@ -1,7 +1,8 @@
-"""Chooses which pages of a job are digested, and records the digests (`storage/kv/digests.py` computes them).
+"""Chooses for which pages of a job the workers compute digests, and records the digests.
 
-Only full blocks are digested: after the valid tokens of a part-filled block, the bytes are arbitrary. A slot is
-digested in every copy or in none, so that a load can be compared with what was saved there.
+A digest is a hash of 64 bits over the bytes of a page (`storage/kv/digests.py`). Only full blocks are digested, because
+the bytes after the last token of a part-filled block are arbitrary. A slot is digested in every copy or in none, so
+that what a load reads from the slot can be compared with what was saved there.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from kvledger.lifecycle.events import NO_SLOT
 
 NOT_DIGESTED = -1
 _SPREADS = 0x9E3779B97F4A7C15
-"""Odd, so that numbers spread evenly over 64 bits."""
+"""Multiplier of slot numbers. It is odd, so that the products spread evenly over 64 bits."""
 _ALL = 1 << 64
 
 
 def is_chosen(number: int, share: float) -> bool:
-    """Whether a slot or place is in the share that is digested; always the same numbers."""
+    """Whether the slot or block with this number is in the digested share. The answer for a number never changes."""
     return number * _SPREADS % _ALL < share * _ALL
 
 
@@ -29,7 +30,7 @@ class DigestedPages:
     """Digests of one engine."""
 
     share: float = 0
-    """Share of the slots: 0 none, 1 all."""
+    """Share of the slots that are digested, from 0 (none) to 1 (all)."""
 
     def __init__(self, projections: Projections) -> None:
         self._jobs = projections.jobs
@@ -37,7 +38,10 @@ class DigestedPages:
         self._num_groups = len(projections.configuration.windows)
 
     def of_job(self, job: Issued) -> tuple[int, ...]:
-        """Each copied block's place in the request's flat table, or `NOT_DIGESTED`; empty if none is digested."""
+        """Return, for each copied block, its place in the request's flat table, or `NOT_DIGESTED`.
+
+        The flat table has the blocks of all groups. The result is empty if no block is digested.
+        """
         if not self.share or isinstance(job, e.TailSaveIssued):
             return ()
         size = self._geometry.block_size
@@ -62,7 +66,10 @@ class DigestedPages:
         return tuple(copied) if any(place != NOT_DIGESTED for place in copied) else ()
 
     def events(self, reports: Iterable[JobReport], time_ns: int) -> Iterator[e.PagesDigested]:
-        """Yield the workers' digests, one event for each run of blocks; none for jobs that are settled."""
+        """Yield the digests in these reports, one event for each run of consecutive blocks.
+
+        Digests of jobs that have already ended are left out.
+        """
         for rank, digested in [(report.rank, digested) for report in reports for digested in report.digested]:
             job = self._jobs.get(digested.job_id)
             if job is None:
@@ -74,7 +81,7 @@ class DigestedPages:
                 yield e.PagesDigested(*job.life, rank, is_load, group, first_block, digests, stored, time_ns)
 
     def _runs(self, digested: DigestedJob) -> Iterator[tuple[int, list[tuple[int, int, int | None]]]]:
-        """(group, [(block, digest, digest of its slot)]), blocks ascending without a gap."""
+        """Yield (group, run) for each run of consecutive blocks. A run lists (block, digest, digest of its slot)."""
         by_group: dict[int, list[tuple[int, int, int | None]]] = {}
         stored = digested.stored_digests or (None,) * len(digested.digests)
         for page, digest, of_slot in zip(digested.pages, digested.digests, stored, strict=True):

@@ -1,8 +1,9 @@
 """Removes ends that another child of a `MultiConnector` reports too early.
 
-With such an end vLLM would compute on blocks that a load still fills, free blocks that a copy still uses, or fail an
-assertion because it waits for no end of that request or has forgotten the request. kvledger removes the end before vLLM
-acts on it, and records the removal.
+An end tells vLLM that a request's load or save is over (`finished_recving`, `finished_sending`). After an early end,
+vLLM would compute on blocks that a load is still filling, or free blocks that a copy is still using. If vLLM waits for
+no end of the request, or has forgotten the request, it would fail an assertion. kvledger removes an early end before
+vLLM acts on it, and records the removal.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MAX_ENDED = 1024
-"""Ended requests for which a late end of another child is recognized."""
+"""Number of ended requests that are remembered, to recognize ends that another child reports after vLLM forgot them."""
 
 
 class EarlyEnds:
-    """Finds and removes early ends in what the workers report."""
+    """Finds early ends in the output of the workers, and removes them."""
 
     def __init__(
         self, journal: Journal, requests: Mapping[str, Request], ids: LogIds, prefix_cache: PrefixCache
@@ -34,11 +35,11 @@ class EarlyEnds:
         self._journal = journal
         self._owed = journal.owed
         self._requests = requests
-        """Id in the log → request, of those that vLLM has."""
+        """Id in the log → request, for the requests that vLLM knows."""
         self._ids = ids
         self._prefix_cache = prefix_cache
         self._ended_with_blocks: deque[str] = deque(maxlen=_MAX_ENDED)
-        """Ids in the log of the last requests that ended with blocks."""
+        """Ids in the log of the `_MAX_ENDED` requests that ended most recently and had blocks."""
 
     def ended_with_blocks(self, request_id: str) -> None:
         """Record that vLLM has ended a request that had blocks; `request_id` is the id in the log."""
@@ -68,21 +69,23 @@ class EarlyEnds:
             for request_id in sorted(lives):
                 logged = self._ids.logged(request_id)
                 self._journal.messages.error(
-                    "another connector reported an end too early; kvledger removed it before vLLM acted on it",
+                    "another connector reported an end too early, the end of a load or save of this request; kvledger "
+                    "removed this report before vLLM acted on it",
                     request_id=logged,
                     field=field,
                 )
                 self._journal.observe(e.EndRefused(logged, lives[request_id], field, self._journal.now()))
 
     def _waits_for_no_load(self, request_id: str) -> bool:
-        """Whether vLLM has the request and does not wait for a load of it."""
+        """Whether vLLM knows the request and does not wait for a load of the request."""
         request = self._requests.get(request_id)
         return request is not None and not versions.is_waiting_for_load(request)
 
     def _is_gone(self, request_id: str, given_id: str) -> bool:
-        """Whether vLLM has freed the request's blocks and forgotten it.
+        """Whether vLLM has freed the request's blocks and forgotten the request. `given_id` is vLLM's id.
 
-        False if the request ended without blocks: another child may have kept it, so vLLM may still know the request.
+        False if the request had no blocks when it ended. vLLM may then still know the request, because another child
+        may have asked vLLM to keep it.
         """
         return (
             request_id in self._ended_with_blocks

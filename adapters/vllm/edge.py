@@ -1,9 +1,9 @@
-"""Compares the ledger's record with what the hooks and vLLM exchange.
+"""Compares the events that the ledger records with the values that the hooks and vLLM exchange.
 
-The connector calls `Edge` first when vLLM calls a hook, and last before the hook returns. `Edge` sees every recorded
-event and nothing in between, so a bug between a decision and vLLM, or between vLLM and an observation, is a difference
-here. Counts and differences go into the log as `hooks.exchanged`, which the audit checks (TOLD_AS_DECIDED). This module
-must not decide anything, and must not use code that answers the hooks.
+The connector calls `Edge` before a hook returns, and for some hooks also when vLLM calls the hook. `Edge` gets every
+recorded event as well. A bug in the code between a decision and vLLM, or between vLLM and an observation, is therefore
+a difference here. Counts and differences go into the log as `hooks.exchanged`, which the audit checks
+(TOLD_AS_DECIDED). This module must not decide anything, and must not use code that answers the hooks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Report = tuple[tuple[int, ...], bool, tuple[int, ...], int, bool]
 """(job ids, whether the report is a repetition, moments, rank, whether the copy succeeded)."""
 _NOTHING: frozenset[str] = frozenset()
 _Entry = tuple[Difference, int | str, str]
-"""Kind of what is handed out; its job id, block or vLLM request id; the field of `StepJobs`."""
+"""(kind of an entry that is handed out, its job id, block or vLLM request id, its field of `StepJobs`)."""
 _UNKNOWN: _Entry = (Difference.END, "", "")
 _OTHERS = (
     (Difference.REMINDER, "awaited"),
@@ -42,16 +42,16 @@ _OTHERS = (
 _END_FIELDS = ("finished_sending", "finished_recving", "failed_recving")
 _LISTS = ("saves_before_forward", "loads", "saves", "async_loads", "async_saves")
 _MAX_STEPS_OUT = 64
-"""More steps than an engine has in flight."""
+"""Steps without a report after which a handed-out end counts as missing. An engine has fewer steps in flight."""
 _MAX_DIFFERENCES = 64
-"""Differences in one event; further ones are not written."""
+"""Largest number of differences in one event; further differences are not written."""
 _Parameters = ParamSpec("_Parameters")
 
 
 def _safely(
     method: Callable[Concatenate[Edge, _Parameters], None],
 ) -> Callable[Concatenate[Edge, _Parameters], None]:
-    """Run the method unless the edge or the journal is off; stop comparing if it raises."""
+    """Run the method if neither the edge nor the journal is off. If the method raises, stop comparing."""
 
     @functools.wraps(method)
     def call(self: Edge, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
@@ -69,7 +69,10 @@ def _safely(
 
 
 class Edge:
-    """The counts and differences of one connector since they were last recorded."""
+    """Counts what one connector exchanges with vLLM, and collects the differences from the log.
+
+    Counts and differences are kept until they are recorded.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -80,7 +83,7 @@ class Edge:
         # Recorded by the ledger for the current hook.
         self._answer: e.LookupAnswered | e.LookupDeferred | None = None
         self._is_void = False
-        """Whether that answer was withheld."""
+        """Whether `_answer` was withheld, so that vLLM must get the safe answer."""
         self._arrived: e.RequestArrived | None = None
         self._allocated: e.BlocksAllocated | None = None
         self._finished: list[int] = []
@@ -92,33 +95,34 @@ class Edge:
         self._refused: list[e.EndRefused] = []
         # Needed by later hooks.
         self._open: dict[str, int] = {}
-        """vLLM's id → ordinal, of requests without an end in the log."""
+        """vLLM's id → ordinal, for lives whose end is not in the log."""
         self._ordinals: dict[str, int] = {}
-        """Id in the log → ordinal, of the same requests."""
+        """Id in the log → ordinal, for the same lives as `_open`."""
         self._ids: dict[int, tuple[str, str]] = {}
-        """Ordinal → vLLM's id and the log's, while an end of the life may follow."""
+        """Ordinal → vLLM's id and the id in the log, for lives of which the workers may still report an end."""
         self._forgotten: tuple[list[int], list[int]] = ([], [])
-        """Ordinals of lives that were released since the last step, and between that step and the one before."""
+        """Ordinals of lives released since the last step began, and of lives released between the two last steps."""
         self._ended: set[str] = set()
         """vLLM's ids of requests that finished (`request_finished`) since the last step."""
         self.is_alone = False
-        """Whether the workers are known to have no other connector. Another one could delay an end until its own."""
+        """Whether the workers are known to have no other connector. With another one, vLLM may get an end later."""
         self._num_steps = 0
         self._to_report: dict[str, tuple[int, int]] = {}
-        """vLLM's id → ordinal of a life whose end the workers must report, and the step that asked."""
+        """vLLM's id → (ordinal of a life whose end the workers must report, number of the step that asked for it)."""
         self._ends: dict[int, Ends] = {}
         """`StepJobs.delivered` → ends that the workers must report with that step's output."""
         self._kept: set[int] = set()
         """Ordinals of ended lives whose blocks vLLM keeps until an end is reported."""
         self._promised: set[int] = set()
-        """Ordinals of lives whose last answer was an asynchronous load."""
+        """Ordinals of lives whose latest lookup was answered with an asynchronous load."""
         self._unfilled = UnfilledBlocks(self._differ)
         self._receiving: set[int] = set()
         """Ordinals of lives that wait for an asynchronous load. vLLM waits for the load even if the life ends."""
         self._jobs: dict[int, _Issued] = {}
-        """Job id → decision, until the job is settled."""
+        """Job id → the decision that issued the job, until the job has ended."""
         self._reminders: dict[int, bool] = {}
-        """Job id → whether the step waits for the job, until the reminder is handed out."""
+        """Job id of a recorded reminder (`TransferAwaited`) → whether the step's forward waits for the job. Kept until
+        the reminder is handed out."""
         self._seen: Mapping[type[e.Event], Callable[[Any], None]] = dict(_marked(self))
         journal.ledger.on_recorded = self._see
         journal.before_step = self.record
@@ -228,7 +232,7 @@ class Edge:
 
     @_safely
     def arrived(self, request_id: str) -> None:
-        """`on_new_request` is about to return."""
+        """Compare the arrival of a request with the log, before `on_new_request` returns."""
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             self._differ(Difference.ARRIVAL, e.NO_LIFE, "the arrival of a request was not recorded")
@@ -241,7 +245,7 @@ class Edge:
 
     @_safely
     def answered(self, request_id: str, answer: tuple[int | None, bool]) -> None:
-        """`get_num_new_matched_tokens` is about to return this."""
+        """Compare the answer to a lookup with the log, before `get_num_new_matched_tokens` returns the answer."""
         decided, self._answer = self._answer, None
         ordinal = self._open.get(request_id, e.NO_LIFE)
         if decided is not None and decided.ordinal != ordinal:  # of another hook, or of another request
@@ -266,7 +270,7 @@ class Edge:
 
     @_safely
     def allocated(self, request_id: str, num_external_tokens: int) -> None:
-        """`update_state_after_alloc` is about to return."""
+        """Compare an allocation with the log, before `update_state_after_alloc` returns."""
         allocated, self._allocated = self._allocated, None
         ordinal = self._open.get(request_id, e.NO_LIFE)
         if allocated is None or self._ordinals.get(allocated.request_id, e.NO_LIFE) != ordinal:
@@ -280,7 +284,7 @@ class Edge:
 
     @_safely
     def finished(self, request_id: str, keeps_blocks: bool) -> None:
-        """`request_finished` is about to return this."""
+        """Compare the end of a request with the log, before `request_finished` returns `keeps_blocks`."""
         finished, held = self._finished, self._held
         self._finished, self._held = [], []
         self._ended.add(request_id)
@@ -306,7 +310,7 @@ class Edge:
 
     @_safely
     def step_begins(self, finished_request_ids: Iterable[str]) -> None:
-        """VLLM calls `build_connector_meta`."""
+        """Begin a step, when vLLM calls `build_connector_meta`."""
         for request_id in finished_request_ids:
             if request_id not in self._ended and request_id in self._open:
                 self._differ(Difference.OPEN, self._open[request_id], "vLLM has finished the request")
@@ -324,12 +328,12 @@ class Edge:
 
     @_safely
     def record(self) -> None:
-        """Record the exchange since the last call; called before a step is recorded, and at shutdown."""
+        """Record the counts and differences since the last call. Called before a step is recorded, and at shutdown."""
         self._record()
 
     @_safely
     def handed_out(self, jobs: StepJobs) -> None:
-        """`build_connector_meta` is about to return this."""
+        """Compare the jobs of a step with the log, before `build_connector_meta` returns them."""
         delivered, self._delivered = self._delivered, []
         if not delivered and not jobs:
             return
@@ -382,13 +386,13 @@ class Edge:
                 yield kind, which, name
 
     def _number(self, which: int | str) -> int:
-        """Return the ordinal of vLLM's id."""
+        """Return the ordinal for vLLM's request id. A number is returned as it is."""
         if isinstance(which, int):
             return which
         return next((ordinal for ordinal, (given, _) in self._ids.items() if given == which), e.NO_LIFE)
 
     def _list_of_job(self, name: str, job: Any) -> str:
-        """Return the list that the job is in, with a remark if the job's pages are not those that were decided."""
+        """Return `name`, the job's list, with a remark if the job's blocks or slots differ from the decided ones."""
         decided = self._jobs.get(job.job_id)
         if decided is None or (decided.block_ids == job.block_ids and decided.slots == job.slots):
             return name
@@ -399,13 +403,13 @@ class Edge:
 
     @_safely
     def pending_work(self, answer: bool) -> None:
-        """`has_pending_push_work` is about to return this."""
+        """Compare the answer of `has_pending_push_work` with the recorded jobs, before the hook returns the answer."""
         if not answer and self._jobs:
             self._differ(Difference.PENDING_WORK, min(self._jobs), "kvledger answered that nothing is pending")
 
     @_safely
     def pending_frees(self, answer: bool) -> None:
-        """`has_pending_block_frees` is about to return this."""
+        """Compare the answer of `has_pending_block_frees` with the kept blocks, before the hook returns the answer."""
         if answer and not self._kept:
             self._differ(
                 Difference.PENDING_FREES, e.NO_LIFE, "kvledger asked vLLM to wait for blocks, but none are kept"
@@ -413,7 +417,7 @@ class Edge:
 
     @_safely
     def reset(self, answer: bool | None) -> None:
-        """`reset_cache` is about to return this."""
+        """Compare the answer of `reset_cache` with the recorded resets, before the hook returns the answer."""
         num_resets, self._num_resets = self._num_resets, 0
         if bool(answer) is not bool(num_resets):
             self._differ(Difference.RESET, e.NO_LIFE, f"kvledger answered {answer}, but recorded {num_resets} resets")
@@ -423,7 +427,7 @@ class Edge:
     # --- what the workers report ---------------------------------------------------------------
 
     def output_arrives(self, output: KVConnectorOutput) -> Arrived | None:
-        """VLLM calls `update_connector_output`; returns what `output_leaves` needs."""
+        """Read the output when vLLM calls `update_connector_output`; return what `output_leaves` needs."""
         self._reported, self._load_errors, self._refused, self._delivered = [], [], [], []
         if self.is_off or self.journal.is_disabled:
             return None
@@ -438,7 +442,7 @@ class Edge:
 
     @_safely
     def output_leaves(self, arrived: Arrived | None, output: KVConnectorOutput) -> None:
-        """`update_connector_output` is about to return; vLLM acts on the output next."""
+        """Compare the output with the log, before `update_connector_output` returns and vLLM acts on the output."""
         delivered, self._delivered = self._delivered, []
         if arrived is None:
             return
@@ -473,7 +477,7 @@ class Edge:
                 self._differ(Difference.REPORT, job_id, f"reported as {how} by rank {rank}: {which}")
 
     def _compare_step(self, step: StepReport) -> None:
-        """Compare the ends that a rank gave vLLM with those that it had to report with that step's output."""
+        """Compare the ends that a rank reported to vLLM in a step's output with the ends that it had to report."""
         expected = self._ends.get(step.delivered)
         for earlier in [delivered for delivered in self._ends if delivered < step.delivered]:
             del self._ends[earlier]
@@ -573,7 +577,7 @@ class Arrived:
 
 
 def _list_of(job: _Issued) -> str:
-    """Return the list of `StepJobs` that the job belongs in."""
+    """Return the name of the list of `StepJobs` that the job belongs in."""
     if isinstance(job, e.LoadIssued):
         return "async_loads" if job.is_async else "loads"
     if isinstance(job, e.TailSaveIssued) or job.before_forward:
@@ -589,7 +593,7 @@ def _words(answer: tuple[int | None, bool]) -> str:
 
 
 def _marked(edge: Edge) -> Iterator[tuple[type[e.Event], Callable[[Any], None]]]:
-    """Yield (event class, method) for every marked method."""
+    """Yield (event class, method) for every method that is marked with `on`."""
     for name, function in vars(Edge).items():
         for event_class in getattr(function, "event_classes", ()):
             yield event_class, getattr(edge, name)

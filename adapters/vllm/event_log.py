@@ -1,4 +1,4 @@
-"""Opens the log of one engine start: its directory, its header, and messages when writing fails."""
+"""Opens the log of one engine start: creates its directory and its header, and logs messages if writing fails."""
 
 from __future__ import annotations
 
@@ -51,33 +51,33 @@ class WorkerOfLog:
     """A worker that writes its own log next to the scheduler's."""
 
     engine_id: str
-    """vLLM's id of the engine, the same in all its logs."""
+    """vLLM's id of the engine, the same in all logs of the engine."""
     rank: int
 
     @property
     def suffix(self) -> str:
-        """End of the name of the log's directory."""
+        """The last part of the name of the log's directory."""
         return f"{_WORKER}{self.rank}-of-{re.sub('[^A-Za-z0-9]', '', self.engine_id)[:12]}"
 
 
 @attrs.frozen
 class OpenedLog:
-    """A store, and its directory if it has one."""
+    """The store of a log, and the log's directory (None if the log is in memory)."""
 
     store: EventStore
     directory: Path | None
     remarks: tuple[str, ...] = ()
-    """What this log records about the previous one."""
+    """Remarks about the previous log, to be recorded in this log."""
 
     def close(self, expected_sequence: int | None = None) -> None:
-        """Close the store, and log how much it could not write.
+        """Close the store, and log an error if some events were not written.
 
         `expected_sequence` is the next sequence number by the ledger's own count; see `EventStore.close`.
         """
         self.store.close(expected_sequence)
         if expected_sequence is not None and self.store.next_sequence < expected_sequence:
             messages.error(
-                "recorded events never reached the log, because of a bug of kvledger; keep this log and report it",
+                "recorded events never reached the log, because of a bug of kvledger; keep this log and report the bug",
                 log=str(self.directory or "memory"),
                 num_events_lost=expected_sequence - self.store.next_sequence,
             )
@@ -99,11 +99,12 @@ def open_event_log(
 ) -> OpenedLog:
     """Create the log of this engine start, and begin to keep `log_dir` within its limits.
 
-    `worker` is the worker that writes the log, None the scheduler. `of_writer` are more entries of the header.
+    `worker` is the worker that writes the log; None if the scheduler writes it. `of_writer` are additional entries of
+    the header.
 
     Raises:
-        ConfigurationError: `log_dir` cannot be written; at start a person can still correct that. Not raised for a full
-            disk: then the log begins when there is room.
+        ConfigurationError: `log_dir` cannot be written, which a person can still correct at start. Not raised if the
+            disk is full. The log then begins when there is room.
     """
     header = {
         **log_header(core, configuration),
@@ -135,7 +136,10 @@ def open_event_log(
 def _begin_log(
     core: Core, settings: LogSettings, directory: Path, header: dict[str, object]
 ) -> tuple[EventStore, Maintenance]:
-    """Begin a log in `directory`; on a full disk after deleting old segments, or else as soon as there is room."""
+    """Begin a log in `directory`.
+
+    If the disk is full, delete old segments first. If that frees too little, begin the log as soon as there is room.
+    """
 
     def begin(maintenance: Maintenance) -> SegmentEventStore:
         return SegmentEventStore.create(
@@ -182,7 +186,10 @@ def _begin_log(
 
 
 def _make_room(log_dir: Path, settings: LogSettings) -> list[Retirement]:
-    """Delete what exceeds the limits, then the oldest segments until the smallest log fits, if possible."""
+    """Delete the segments that exceed the limits of `log_dir`, then the oldest segments until the smallest log fits.
+
+    Returns what was deleted. The smallest log may still not fit.
+    """
     retired: list[Retirement] = []
     on_trouble = _RetentionTrouble()
     max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600
@@ -196,7 +203,10 @@ def _make_room(log_dir: Path, settings: LogSettings) -> list[Retirement]:
 
 
 def _limit_on_full_disk(log_dir: Path, settings: LogSettings) -> int | None:
-    """Return `max_log_bytes`, or less so that logs do not fill the disk again while they exceed their limit."""
+    """Return the size limit of all logs: `max_log_bytes`, or less if the logs would otherwise fill the disk again.
+
+    The limit leaves room for the segments by which logs may exceed it for a time.
+    """
     with contextlib.suppress(OSError):
         fitting = num_log_bytes(log_dir) + free_bytes(log_dir) - (MAX_EXCESS_SEGMENTS + 1) * settings.segment_bytes
         fitting = max(fitting, MIN_LOG_SEGMENTS * settings.segment_bytes)
@@ -223,7 +233,10 @@ class _Cause(enum.Enum):
 
 @attrs.define
 class _Trouble:
-    """Reports that the log cannot be written: at first, then once a minute, and when the cause changes."""
+    """Writes a message if the event log cannot be written.
+
+    It writes a message at the first failure, then once a minute, and whenever the cause changes.
+    """
 
     directory: Path
     maintenance: Maintenance
@@ -247,7 +260,8 @@ class _Trouble:
         elif cause is _Cause.SLOW:
             messages.warning(
                 "the log is written late because its disk is slow: move log_dir to a faster disk if this repeats; "
-                "until it has caught up requests are served without hits and new copies, and events wait in memory",
+                "until the log has caught up, requests are served without hits and new copies, and events wait in "
+                "memory",
                 **values,
             )
         elif cause is _Cause.NOT_PERMITTED:
@@ -274,7 +288,10 @@ class _Trouble:
 
 
 def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
-    """Remarks on the last log in `log_dir` that is not being written; none if that log is closed and complete."""
+    """Return remarks on the newest log in `log_dir` that no process is writing.
+
+    Empty if that log is closed and complete.
+    """
     logs: list[Path] = []
     with contextlib.suppress(OSError):
         logs = directories_in(log_dir)[::-1]
@@ -304,7 +321,10 @@ def _maintenance(core: Core, settings: LogSettings, max_log_bytes: int | None) -
 
 @attrs.define
 class _RetentionTrouble:
-    """Reports what compression and retention skip. A file that kvledger refuses to open is reported once."""
+    """Writes a message if closed segments cannot be compressed or deleted.
+
+    About a file that kvledger refuses to open, it writes only one message.
+    """
 
     _reported: set[str] = attrs.field(factory=set, init=False)
 

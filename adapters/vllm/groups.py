@@ -1,8 +1,8 @@
-"""Which of a model's KV cache groups can be served, how far each group sees, and why others cannot be served.
+"""Which KV cache groups of a model kvledger can serve, what window each group has, and why others cannot be served.
 
-A group is a set of layers with one block table (`v1/kv_cache_interface.py`, 0.32). A model is served if all of its
-groups are, because a prefix without one group's part cannot be resumed. Requests of a declined model run as without a
-connector.
+A group is a set of layers with one block table (`v1/kv_cache_interface.py`, 0.32). kvledger serves a model only if it
+can serve all groups, because a request cannot continue after a prefix that lacks the KV of a group. Otherwise
+it declines the model, whose requests then run as without a connector.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _REMEDY = "start vLLM with --disable-hybrid-kv-cache-manager where the model all
 
 @attrs.frozen
 class Groups:
-    """The groups, in vLLM's order."""
+    """The groups of a model, in vLLM's order."""
 
     windows: tuple[int, ...]
-    """Tokens that each group sees, 0 for all; meaningless if anything is declined."""
+    """Window of each group in tokens, 0 for a group without a window. Meaningless if `declined` is not empty."""
     declined: tuple[str, ...]
-    """Why the model is not served, each reason once; empty if it is served."""
+    """Reasons why the model is not served; empty if the model is served."""
 
 
 def describe_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
-    """Return how far each group sees, and why the model is declined."""
+    """Return the window of each group, and the reasons to decline the model."""
     groups = kv_cache_config.kv_cache_groups
     windows: list[int] = []
     numbers_of: dict[tuple[str, str], list[int]] = {}
@@ -65,7 +65,7 @@ def _declined_together(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
     if all(windows):
         return [f"every group sees only a window ({', '.join(map(str, windows))} tokens); {_REMEDY}"]
     if any(windows) and versions.uses_speculation(vllm_config):
-        return [f"speculative decoding takes back tokens that sliding windows have already left; {_REMEDY}"]
+        return [f"speculative decoding takes back tokens after sliding windows have moved on past them; {_REMEDY}"]
     if len(windows) > 1 and kv_cache_config.needs_kv_cache_zeroing:
         return ["vLLM zeroes new blocks before kvledger can copy out of them"]
     if not _pages_coincide(kv_cache_config):
@@ -79,7 +79,10 @@ def _layer_specs(spec: Any) -> list[Any]:
 
 
 def _window(specs: Sequence[Any]) -> tuple[int, str]:
-    """How far the layers see, or why they are declined. By exact type: subclasses free or reuse blocks differently."""
+    """Return the window of the layers (0: no window), and why the layers are declined (empty: they are not).
+
+    The types of the specs must match exactly, because subclasses free or reuse blocks in other ways.
+    """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     if all(type(spec) in {FullAttentionSpec, MLAAttentionSpec} for spec in specs):
@@ -89,7 +92,7 @@ def _window(specs: Sequence[Any]) -> tuple[int, str]:
         if len(sizes) == 1 and not specs[0].extra_retained_tokens:
             return int(specs[0].sliding_window), ""
         return 0, f"has layers with different windows; {_REMEDY}"
-    return 0, "does not keep the KV of every token, or of the last ones, in the block it was written to"
+    return 0, "does not keep the KV of every token, or of the last tokens, in the block to which the KV was written"
 
 
 def _special(group: Any) -> str:
@@ -101,7 +104,7 @@ def _special(group: Any) -> str:
 
 
 def _pages_coincide(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether pages of layers of different groups are the same bytes or share none."""
+    """Whether any two layers' pages are either the same bytes or have no byte in common."""
     end = 0
     for start, stop in sorted(versions.page_ranges(kv_cache_config)):
         if start < end:

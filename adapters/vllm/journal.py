@@ -1,42 +1,51 @@
-"""The ledger as the hooks use it: a clock, checks of answers and jobs, and fallbacks for hooks that raise.
+"""The ledger as the hooks use it: with a clock, checks of answers and jobs, and fallbacks for hooks that raise.
 
-kvledger must not raise into vLLM: `guarded` takes a table of what each hook does instead.
+kvledger must not raise into vLLM. `guarded` takes a table that says what each hook does if it raises.
 
-A job goes to the workers if its frame is written and the job keeps vLLM's contract. Other jobs are reported as failed.
+A job goes to the workers only if its frame is written and the job keeps vLLM's contract. kvledger reports every other
+job as failed.
 
-VLLM_CONTRACT: what vLLM requires of answers and jobs. Each answer and job is checked, whatever code decided it.
+VLLM_CONTRACT: what vLLM requires of answers and jobs. kvledger checks each answer and each job, whichever code decided
+it.
 
-If a requirement is not met, vLLM's scheduler fails an assertion or computes on missing KV. kvledger therefore gives the
-safe answer instead, withholds the job, and reports what it promised as failed. It records `decision.withheld` with the
-breach, and quarantines the request. In vLLM 0.32 (S: `v1/core/sched/scheduler.py`;
-`distributed/kv_transfer/kv_connector/`: B: `v1/base.py`, U: `utils.py`):
+If vLLM got an answer or a job that breaks a requirement, its scheduler would fail an assertion or compute on missing
+KV. kvledger therefore answers with 0 tokens instead, or withholds the job and reports it as failed. It records the
+breach as `decision.withheld`, and quarantines the request.
+
+These are the requirements of vLLM 0.32. S is `v1/core/sched/scheduler.py`. B and U are `v1/base.py` and `utils.py` in
+`distributed/kv_transfer/kv_connector/`.
 
 `get_num_new_matched_tokens` (S, schedule)
-  - a number of tokens, 0 or more, for this call only; or None, which makes vLLM ask again
-  - with the computed tokens at most `num_tokens` (S: `assert num_computed_tokens <= request.num_tokens`). kvledger
-    requires one less: a load within the step must leave a token to compute (S: `assert num_new_tokens > 0`)
-  - asynchronous only with tokens to load (S: `assert num_external_computed_tokens > 0`)
-  - asynchronous if there are several groups: vLLM takes no failed blocks there (S, `_handle_invalid_blocks`)
-  - kvledger's own: a load begins at a block, because whole pages are copied, and ends where the saved tokens end,
-    because a promised load that fails may end its request (`kv_load_failure_policy`)
+  - The answer is a number of tokens, 0 or more, and holds for this call only. Or it is None, and vLLM asks again
+  - Computed and offered tokens are at most `num_tokens` together (S: `assert num_computed_tokens <=
+    request.num_tokens`). kvledger allows one token less, because a load within the step must leave a token to compute
+    (S: `assert num_new_tokens > 0`)
+  - An answer without tokens is not asynchronous (S: `assert num_external_computed_tokens > 0`)
+  - If there are several groups, a load is asynchronous, because vLLM then accepts no reports of unfilled blocks
+    (S, `_handle_invalid_blocks`)
+  - kvledger's own requirement: a load begins at the start of a block, because whole pages are copied
+  - kvledger's own requirement: a load reaches no further than the saved tokens, because a promised load that fails may
+    end its request (`kv_load_failure_policy`)
 `update_state_after_alloc` (B)
-  - all accepted tokens are loaded, once, into the given blocks, or reported as failed
+  - Each accepted token is loaded exactly once, into the given blocks, or is reported as failed
 `build_connector_meta` (B, start_load_kv and request_finished)
-  - a load only if vLLM accepted one; asynchronous if, and only if, vLLM waits for its end
-  - a save only from blocks that the request holds; from lost ones only before the forward, or while vLLM keeps them
-  - as many slots as blocks, all of them in the pool
+  - There is a load only if vLLM accepted one. It is asynchronous if, and only if, vLLM waits for its end
+  - A save reads blocks that the request holds. It reads blocks that the request has lost only before the forward, or
+    if vLLM keeps them for the save
+  - A job has as many slots as blocks, and all slots are in the pool
 `request_finished` (B; S, `_connector_finished`)
-  - True if a copy still reads the blocks, and then one `finished_sending`; otherwise False and none
+  - The answer is True if a copy still reads the blocks, and one `finished_sending` follows. Otherwise the answer is
+    False, and no `finished_sending` follows
 `finished_recving`, `finished_sending`, `failed_recving` (S, `_update_from_kv_xfer_finished`; U, KVOutputAggregator)
-  - once for each request that waits for a load or whose end was answered with True, and for no other. A failed load is
-    in the first and the last
+  - A request is reported once if it waits for a load, or if its `request_finished` was answered with True. No other
+    request is reported. A failed load is in `finished_recving` and in `failed_recving`
 `get_block_ids_with_load_errors` (S, `_handle_invalid_blocks`)
-  - only blocks of a table that vLLM gave; none if there are several groups
+  - The blocks are from a table that vLLM gave. There are none if there are several groups
 `reset_cache`, `has_pending_push_work` (S)
-  - a bool; the latter True for no longer than a copy may stay unreported
+  - The answer is a bool. `has_pending_push_work` is True for no longer than a copy may stay unreported
 
-`lifecycle/projections/owed.py` keeps to the rules for ends. The functions below check decisions against observations
-and what is saved, and return the breach as text, or "".
+`lifecycle/projections/owed.py` meets the requirements for ends. The functions below compare decisions with the
+observations and with the saved tokens. They return the breach as text, or "" if there is none.
 """
 
 from __future__ import annotations
@@ -80,9 +89,10 @@ NOT_WRITTEN = "the event log could not be written"
 
 
 class Journal:
-    """Observes events, withholds jobs that must not go out, and logs broken rules for operators.
+    """Records observations, withholds jobs that must not go out, and logs broken rules for operators.
 
-    A corrupt ledger disables the journal: nothing is decided any more, but pending copies and ends still complete.
+    If the ledger is corrupt, the journal is disabled. kvledger then decides nothing more, but pending copies and ends
+    are still completed.
     """
 
     def __init__(
@@ -109,9 +119,9 @@ class Journal:
         self._num_steps_disabled = 0
         self._disabled_ns = 0
         self.is_behind: Callable[[], bool] = partial(getattr, log.store, "is_behind", False)  # noqa: FBT003 -- getattr takes no names
-        """Whether appended events are still missing in the log."""
+        """Whether some events that were appended are not written to the log yet."""
         self.is_written = True
-        """Whether everything was in the log after the last commit."""
+        """Whether all recorded events were in the log after the latest commit."""
         self.follow: Callable[[e.Event, Sequence[e.Event]], None] | None = None
         """Called with each observation and its decisions; must not raise."""
         self.before_step: Callable[[], None] = lambda: None
@@ -128,9 +138,9 @@ class Journal:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a job waits for a step, a step's job for its report, or vLLM for an end.
+        """Whether a job waits for a step or for its report, or vLLM waits for an end.
 
-        A disabled journal waits for a job only until the job is overdue.
+        If the journal is disabled, jobs that are overdue no longer count.
         """
         if self.owed.is_owing:
             return True
@@ -140,7 +150,7 @@ class Journal:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the log has everything that was committed."""
+        """Whether all committed events are in the log."""
         return self.is_written and not self.is_behind()
 
     def now(self) -> int:
@@ -151,7 +161,7 @@ class Journal:
         """Record an observation and return the decisions, without jobs that break vLLM's contract.
 
         Raises:
-            LedgerCorrupt: a projection failed; pass it to `hook_failed`.
+            LedgerCorrupt: a projection failed. Pass this error to `hook_failed`.
         """
         try:
             decisions = self.ledger.observe(event)
@@ -180,7 +190,8 @@ class Journal:
                     has_load |= isinstance(decision, e.LoadIssued)
             elif isinstance(decision, e.InvariantViolated):
                 self.messages.error(
-                    "a rule is broken, so the request recomputes; `kvledger verify` on this log shows by which events",
+                    "a rule is broken, so the request recomputes; `kvledger verify` on this log shows which events "
+                    "broke it",
                     rule=decision.rule,
                     request_id=decision.request_id,
                     detail=decision.detail,
@@ -211,7 +222,10 @@ class Journal:
             return f"it could not be checked: {type(error).__name__}"
 
     def withhold(self, request_id: str, rule: str, detail: str) -> None:
-        """Record that a decision does not go out; `rule` is the rule that it would have broken, if any."""
+        """Record that a decision is kept from vLLM or the workers.
+
+        `rule` is the rule that the decision breaks; empty if it breaks none.
+        """
         self.observe(e.DecisionWithheld(request_id, rule, detail, self.now()))
 
     def _withhold_job(self, job: PageJob, withheld: e.Withheld, detail: str) -> None:
@@ -238,7 +252,10 @@ class Journal:
             self.hook_failed("withhold", request_id, failure)
 
     def take(self, report: e.TransferReported) -> None:
-        """Record a report, which a request may wait for; retry once if that fails. Never raises."""
+        """Record a report of the workers. Never raises.
+
+        If recording fails, this tries one more time, because a request may wait for the report.
+        """
         for _ in range(2):
             sequence = self.ledger.next_sequence
             try:
@@ -253,7 +270,7 @@ class Journal:
                 return
 
     def ready(self) -> Ready:
-        """Return what the workers get with this step. Jobs that missed their step are reported as failed."""
+        """Return what the workers get with this step. Report jobs that missed their step as failed."""
         ready = self.ledger.ready(Channel.WORKERS)
         if not ready.late:
             return ready
@@ -262,9 +279,10 @@ class Journal:
         return self.ledger.ready(Channel.WORKERS)
 
     def advance(self, ready: Ready) -> int:
-        """Record that `ready` is handed over, which happens even if this method fails. Its jobs are written already.
+        """Record that `ready` is handed over. The caller hands it over even if the recording fails.
 
-        Returns the sequence number of the recorded event, which is written with the next frame; 0 if there is none.
+        The decisions that issued the jobs of `ready` are already in the log. Returns the sequence number of the
+        recorded event, which is written with the next frame; 0 if nothing was recorded.
         """
         sequence = self.ledger.next_sequence
         try:
@@ -277,8 +295,8 @@ class Journal:
     def commit(self) -> bool:
         """Write what was recorded since the last commit as one frame, before vLLM acts on it.
 
-        Returns whether all events are in the log. If not, jobs that only this frame records are withheld, except loads
-        without which vLLM would deliver a wrong token: the log has the answer that promised these.
+        Returns whether all events are in the log. If not, jobs that only this frame records are withheld. Loads without
+        which vLLM would deliver a wrong token are not withheld, because the answers that promised them are in the log.
         """
         first_sequence = self.ledger.next_sequence - self.ledger.num_uncommitted
         try:
@@ -302,7 +320,7 @@ class Journal:
     def decline(self, reason: str) -> None:
         """Serve no request from now on; log and record why."""
         self._disable()
-        self.messages.warning("the model is declined, requests run as without a connector", reason=reason)
+        self.messages.warning("the model is declined, so its requests run as without a connector", reason=reason)
         try:
             self.observe(e.LogNote(f"{e.DECLINED}{reason}", self.now()))
         except LedgerCorrupt as error:
@@ -330,7 +348,7 @@ class Journal:
             self._stop_deciding()
 
     def _stop_deciding(self) -> None:
-        """Stop deciding. Jobs that vLLM waits for still go out, other saves do not."""
+        """Make no more decisions. Loads and asynchronous saves still go out; other saves are withheld."""
         self._disable()
         self.messages.error(
             "the ledger is corrupt, caching is off: restart the engine when convenient, and report this with the log"
@@ -353,14 +371,14 @@ class Journal:
         )
 
     def pass_step(self) -> None:
-        """Count a step while disabled, and report overdue copies as failed, so that vLLM stops waiting.
+        """Count a step of the disabled journal, and report overdue copies as failed, so that vLLM stops waiting.
 
-        The ledger can no longer decide that. Saves are included, because vLLM keeps blocks for them.
+        A disabled ledger cannot decide this. Saves are also reported as failed, because vLLM keeps blocks for them.
         """
         self._num_steps_disabled += 1
         if self._is_overdue:
             for copy in self.owed.under_way():
-                error = "the workers did not report it in time, and the disabled ledger decides nothing"
+                error = "the workers did not report the copy in time, and the disabled ledger decides nothing"
                 self._fail(copy.job_id, copy.request_id, e.Withheld.OVERDUE, error)
 
 
@@ -368,7 +386,7 @@ class Journal:
 
 
 def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, projections: Projections) -> str:
-    """Return how this answer to `asked` breaks the contract; empty if it does not."""
+    """Return how this answer to the lookup `asked` breaks vLLM's contract; empty if it does not."""
     computed, promised = asked.num_computed_tokens, answer.num_external_tokens
     if (answer.num_computed_tokens, answer.num_tokens) != (computed, asked.num_tokens):
         return f"{computed} of {asked.num_tokens} tokens are computed, the answer is for {answer.num_computed_tokens}"
@@ -376,7 +394,8 @@ def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, project
         return "the answer is asynchronous, but has nothing to load" if answer.is_async else ""
     if promised < 0 or computed + promised > asked.num_tokens - 1:
         return (
-            f"{promised} tokens were promised, but {computed} of {asked.num_tokens} are computed and one must be left"
+            f"{promised} tokens were promised, but {computed} of {asked.num_tokens} are computed, and one must be left "
+            "to compute"
         )
     record = projections.tracker.get(asked.request_id)
     num_saved = 0 if record is None else _num_saved_tokens(record, projections)
@@ -403,7 +422,7 @@ def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
 
 
 def breach_of_load(job: e.LoadIssued, observed: e.Event, projections: Projections) -> str:
-    """Return how a load that was decided at the event `observed` breaks the contract; empty if it does not."""
+    """Return how a load that was decided after the event `observed` breaks vLLM's contract; empty if it does not."""
     if not isinstance(observed, e.BlocksAllocated) or not observed.num_external_tokens:
         return "a load was issued, but vLLM has accepted none"
     record = projections.tracker.get(job.request_id)
@@ -423,12 +442,12 @@ def _breach_of_missing(job: e.LoadIssued, projections: Projections) -> str:
         projections.geometry.windows.has_any
         and all(block == NULL_BLOCK for block, slot in zip(job.block_ids, job.slots, strict=True) if slot == NO_SLOT)
     ):
-        return "the load leaves out a block that vLLM gave it"
+        return "the load leaves out a block that vLLM allocated for it"
     return ""
 
 
 def breach_of_save(job: e.SaveIssued | e.TailSaveIssued, decided: Sequence[e.Event], projections: Projections) -> str:
-    """Return how a save among the decisions `decided` breaks the contract; empty if it does not."""
+    """Return how a save, one of the decisions `decided`, breaks vLLM's contract; empty if it does not."""
     if isinstance(job, e.SaveIssued):
         pages = projections.geometry.pages_of(job.chunks)
         before_forward, is_async = job.before_forward, job.is_async
@@ -440,7 +459,7 @@ def breach_of_save(job: e.SaveIssued | e.TailSaveIssued, decided: Sequence[e.Eve
         return _breach_of_pages(job, pages, record.block_ids, projections)
     is_kept = is_async and any(isinstance(decision, e.BlocksHeld) for decision in decided)
     if not before_forward and not is_kept:
-        return "a save reads blocks that are not kept until it is done"
+        return "a save reads blocks that are not kept until the save is done"
     lost = () if record is None else record.lost_block_ids or ()
     return _breach_of_pages(job, pages, lost, projections)
 
@@ -479,16 +498,16 @@ class ReportsFailures(Protocol):
 
 @attrs.frozen
 class Fallback:
-    """What a hook returns if it raises, and the methods that still run."""
+    """What a hook returns if it raises, and which methods then run in its place."""
 
     answer: Any = None
     steps: tuple[str, ...] = ()
-    """Methods called in this order after the failure is recorded, each with the hook's arguments.
+    """Names of methods that are called in this order after the failure is recorded, each with the hook's arguments.
 
-    Each is called even if an earlier one raised. The last value other than None is the hook's answer.
+    A method is called even if an earlier one raised. The last result other than None becomes the hook's answer.
     """
     fails_as: str = ""
-    """Name of the failure in the log; empty: the hook's name. Failures of `steps` have the hook's name."""
+    """Name of the hook's failure in the log; empty: the hook's own name. Failures of `steps` get the hook's name."""
 
 
 def guarded(hooks: Mapping[str, Fallback]) -> Callable[[type[_Owner]], type[_Owner]]:
@@ -529,7 +548,7 @@ def _fall_back(owner: ReportsFailures, hook: str, fallback: Fallback, arguments:
 
 
 def _request_id(arguments: Sequence[object]) -> str:
-    """The log's id of the request in a hook's arguments; empty if there is none."""
+    """Return the id in the log of the request in a hook's arguments; empty if the arguments have no request."""
     try:
         return logged_request_id(str(getattr(arguments[0], "request_id", ""))) if arguments else ""
     except BaseException as error:  # noqa: BLE001 -- read from a live object of vLLM, as what just failed

@@ -1,4 +1,4 @@
-"""What chunk keys reveal: which hash algorithms kvledger refuses, and why a reader of a log could test guesses.
+"""What chunk keys reveal: which hash algorithms kvledger refuses, and why a reader of a log could guess prompts.
 
 This module reads vLLM's configuration and `PYTHONHASHSEED`. It must not hash anything.
 """
@@ -19,9 +19,9 @@ COLLISION_RESISTANT: Final = ("sha256", "sha256_cbor")
 """Values of `prefix_caching_hash_algo` for which nobody can construct two prompts with the same key."""
 DEFAULT_ALGORITHM: Final = "sha256"
 _NOT_SECRET: Final = ("", "random")
-"""Values of `PYTHONHASHSEED` that are no secret. vLLM hashes the text, so "random" is a constant to vLLM."""
+"""Values of `PYTHONHASHSEED` that are not secret. vLLM hashes the value as text, so "random" gives a constant."""
 _SMALL: Final = 1 << 16
-"""Smaller seeds are those of examples, and the first that a reader tries."""
+"""Seeds below this number are not secret: examples use them, and a reader of the log tries them first."""
 
 
 def hash_algorithm(vllm_config: VllmConfig) -> str:
@@ -45,17 +45,17 @@ def refuse_weak_hash(algorithm: str) -> None:
 
 
 def note_guessable_keys(vllm_config: VllmConfig, log_directory: Path | None) -> None:
-    """Log at start why a reader of this log can test guesses. A log in memory has no readers."""
+    """Log at start why a reader of the log can guess prompts, if there is a reason. A log in memory has no reader."""
     reason = why_guessable(hash_algorithm(vllm_config))
     if reason and log_directory is not None:
         messages.info("a reader of the log can guess prompts", reason=reason)
 
 
 def why_guessable(algorithm: str) -> str:
-    """Why a reader of a log can test guesses of its prompts, with the remedy; empty if no way is known.
+    """Return why a reader of a log can test guesses of prompts, with the remedy; empty if no such way is known.
 
-    vLLM 0.32 and 0.33 derive the first hash from `PYTHONHASHSEED`. Without it they use a constant, except for xxhash,
-    for which they draw 32 random bytes in each process (`v1/core/kv_cache_utils.py`, resolve_none_hash_seed).
+    vLLM 0.32 and 0.33 derive the hash before the first block from `PYTHONHASHSEED`. If it is not set, they use a
+    constant, or for xxhash 32 random bytes of each process (`v1/core/kv_cache_utils.py`, resolve_none_hash_seed).
     """
     if algorithm not in COLLISION_RESISTANT:
         return f"{algorithm} is not a cryptographic hash, so keys do not hide prompts; use sha256"

@@ -1,8 +1,8 @@
-"""vLLM's requests under the ids that the log has for them.
+"""Maps vLLM's request ids to the ids in the log, and back.
 
-A log cuts long ids and appends a hash (`lifecycle/request_ids.py`). Everything else in kvledger uses the id in the log,
-but vLLM must get its own id back. `LogIds` keeps both ids of requests for which they differ; for all others every
-method returns what it is given.
+A log cuts long ids and appends a hash (`lifecycle/request_ids.py`). The rest of kvledger uses the id in the log, but
+vLLM must get its own id back. `LogIds` keeps both ids of a request if they differ. If they are equal, its methods
+return the request or the id that they are given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Renamed:
-    """A live request under its id in the log; everything else is read from and written to the request."""
+    """A live request with its id in the log. All other attributes are read from and written to vLLM's request."""
 
     __slots__ = ("_request", "request_id")
 
@@ -41,20 +41,20 @@ def vllm_id(request: Request) -> str:
 
 
 class LogIds:
-    """Maps vLLM's request ids to those in the log of one engine, and back."""
+    """Maps vLLM's request ids to the ids in the log of one engine, and back."""
 
     def __init__(self) -> None:
         self.renamed: dict[str, str] = {}
         """vLLM's id → the id in the log, if they differ."""
         self._given: dict[str, str] = {}
-        """Id in the log → vLLM's id, of the same requests."""
+        """Id in the log → vLLM's id, for the same requests as `renamed`."""
         self._ended: dict[str, None] = {}
         """Ids in the log of renamed requests that vLLM has ended."""
 
     def arrived(self, request: Request, is_known: Callable[[str], bool]) -> Request:
-        """Return the new request under its id in the log, which no other request has.
+        """Return the new request with its id in the log, which no other known request has.
 
-        `is_known` returns whether an id in the log belongs to a request that is alive, or whose end vLLM waits for.
+        `is_known` returns whether an id in the log belongs to a request that is alive, or for whose copy vLLM waits.
         """
         given = request.request_id
         logged = self.logged(given)
@@ -73,38 +73,38 @@ class LogIds:
         return logged != given and is_known(logged)
 
     def of(self, request: Request) -> Request:
-        """Return the request under its id in the log."""
+        """Return the request with its id in the log."""
         logged = self.logged(request.request_id)
         return request if logged == request.request_id else _renamed(request, logged)
 
     def of_step(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        """Return the scheduler's output for a step, with the ids in the log."""
+        """Return the scheduler's output for a step, with the ids in the log instead of vLLM's."""
         return versions.renamed_step(scheduler_output, self.renamed, self.given)
 
     def logged(self, request_id: str) -> str:
-        """Return the id in the log."""
+        """Return the id in the log for vLLM's id."""
         return self.renamed.get(request_id) or logged_request_id(request_id)
 
     def given(self, logged: str) -> str:
-        """Return vLLM's id of a request that vLLM still waits for."""
+        """Return vLLM's id for an id in the log. The request must be alive, or vLLM must wait for its copy."""
         return self._given.get(logged, logged)
 
     def all_given(self, logged: Iterable[str]) -> tuple[str, ...]:
-        """Return vLLM's ids of several such requests."""
+        """Return vLLM's ids for several ids in the log; see `given`."""
         return tuple([self.given(each) for each in logged])
 
     def ended(self, request: Request) -> None:
-        """Record that vLLM has ended the request. vLLM may still wait for a copy of it."""
+        """Record that vLLM has ended the request. vLLM may still wait for a copy of the request."""
         if request.request_id in self._given:
             self._ended[request.request_id] = None
 
     def forget(self, is_known: Callable[[str], bool]) -> None:
-        """Forget ended requests, unless vLLM waits for an end of theirs (`is_known` of the id in the log)."""
+        """Forget the ids of ended requests, except of those for whose copies vLLM waits (`is_known`)."""
         for logged in [each for each in self._ended if not is_known(each)] if self._ended else ():
             del self._ended[logged], self.renamed[self._given.pop(logged)]
 
     def __len__(self) -> int:
-        """Number of requests whose ids differ, for tests: 0 when all have ended."""
+        """Number of requests whose two ids differ. Used by tests: 0 when all requests have ended."""
         return len(self.renamed)
 
 

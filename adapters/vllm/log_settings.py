@@ -1,6 +1,6 @@
-"""The keys of `kv_connector_extra_config` about the log, and how a mapping of keys is refused.
+"""The keys of `kv_connector_extra_config` about the log, and how a mapping with wrong keys is refused.
 
-The connector and the recorder share them.
+The connector and the recorder both use this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from kvledger.storage.events import MIN_LOG_SEGMENTS, Durability
 from kvledger.storage.events.files import RefusedFile, is_full
 
 MIN_SEGMENT_BYTES = 16 * 1024
-"""Bytes. Each segment begins with a header of about 11 kB: vocabulary and configuration."""
+"""Smallest size of a segment in bytes. Each segment begins with a header of about 11 kB, which describes the events and
+the configuration."""
 
 
 _ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -28,7 +29,7 @@ _OF_VLLM = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_m
 
 
 def unwritable(directory: Path, error: OSError) -> ConfigurationError:
-    """Return the refusal of `log_dir`, or of a directory below it."""
+    """Return the error for a `directory` that cannot be written: `log_dir`, or a directory below it."""
     existing = _existing(directory)
     if isinstance(error, RefusedFile):
         return ConfigurationError(
@@ -46,7 +47,7 @@ def unwritable(directory: Path, error: OSError) -> ConfigurationError:
 
 
 def _existing(directory: Path) -> Path:
-    """Return the directory, or the nearest one above it that exists and may be looked at."""
+    """Return the directory if it exists, otherwise the nearest path above it that exists and can be looked up."""
     return next(each for each in (directory, *directory.parents) if os.path.lexists(each))
 
 
@@ -56,38 +57,40 @@ class LogSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     log_dir: Path | None = Path("kvledger-logs")
-    """Directory for event logs; every engine start writes its own directory inside. null: no files."""
+    """Directory for event logs. Every engine start creates its own directory in it. null: kvledger writes no files."""
 
     durability: Durability = Durability.OS
-    """os: the log survives the process, but a power cut may lose the last writes; disk: it survives the machine, except
-    for what `sync_interval_ms` allows."""
+    """os: the log survives if the process ends suddenly, but a power cut may lose the latest writes. disk: the log also
+    survives a power cut, except for the events that `sync_interval_ms` allows to be lost."""
 
     sync_interval_ms: pydantic.PositiveInt = 50
-    """With durability disk: milliseconds between two syncs. A machine failure can lose the events of this time and of
-    one sync, which takes as long as the disk needs."""
+    """With durability disk: milliseconds between two syncs of the log to the disk. A machine failure can lose the
+    events of this time, and the events that arrive during one sync, which takes as long as the disk needs."""
 
     max_log_wait_ms: pydantic.PositiveInt | None = 1000
-    """Milliseconds that a step waits at most, and only once, until the log has begun a new file. After that, copies
-    that only the waiting events record fail, and no hits are offered until the log has caught up. null: the step writes
-    everything itself, for as long as it takes."""
+    """Milliseconds that a step waits at most until the log has begun a new file. After that, events wait in memory,
+    and later steps do not wait. Until all events are written, kvledger offers no hits, and it fails copies
+    that only waiting events record. null: a step writes everything itself, however long that takes."""
 
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
-    """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 11 kB."""
+    """Size at which the log begins a new segment. At least 16 KiB, because each segment begins with a header of about
+    11 kB."""
 
     max_log_bytes: pydantic.ByteSize | None = pydantic.Field(pydantic.ByteSize(16 * 1024**3), validate_default=True)
-    """Size limit of all logs in `log_dir` together, at least 3 segments: kvledger deletes the oldest segments and
-    records that. Exceeded by one segment while another is deleted, and by up to 4 while the snapshot that verifies the
-    rest is being made. null: no limit."""
+    """Size limit of all logs in `log_dir` together, at least 3 times `segment_bytes`. To keep the limit, kvledger
+    deletes the oldest segments and records that. The logs may exceed the limit by one segment while another is deleted,
+    and by up to 4 segments while a snapshot is made without which the rest could not be verified. null: no limit."""
 
     max_log_age_hours: pydantic.PositiveFloat | None = None
-    """Hours after its last write at which a segment in `log_dir` is deleted. null: no limit."""
+    """Hours since its last write after which kvledger deletes a segment in `log_dir`. null: no limit."""
 
     memory_log_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
-    """Without `log_dir`: bytes of the newest events that are kept in memory."""
+    """If `log_dir` is null: bytes of events that are kept in memory. The newest events are kept."""
 
     digests: Literal["off", "all"] | Annotated[float, pydantic.Field(ge=0, le=1)] = "off"
-    """Share of the copied blocks for which 64 bits are recorded, so that `verify` names where bytes changed: off, all,
-    or a number between 0 and 1. Full blocks only; workers read each of them once more."""
+    """Share of the copied blocks for which a hash of 64 bits (digest) is recorded: off, all, or a number from 0 to 1.
+    From the digests, `kvledger verify` finds where the bytes of a block changed. Only full blocks have digests. To
+    compute a digest, a worker reads the block one more time."""
 
     @property
     def digest_share(self) -> float:
@@ -97,14 +100,14 @@ class LogSettings(pydantic.BaseModel):
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _take_no_truth_for_a_number(cls, value: object, info: pydantic.ValidationInfo) -> object:
-        """Refuse a bool for a number, which pydantic would accept: true is 1 in Python."""
+        """Refuse true and false for a number. Pydantic would accept them, because true is 1 in Python."""
         is_asked_for = cls.model_fields[str(info.field_name)].annotation is bool
         return str(value) if isinstance(value, bool) and not is_asked_for else value
 
     @pydantic.field_validator("log_dir", mode="before")
     @classmethod
     def _take_no_address(cls, log_dir: object) -> object:
-        """Refuse an address, which would become a path and be shown with its credentials."""
+        """Refuse an address for `log_dir`. As a path, it would be shown together with its credentials."""
         if isinstance(log_dir, str) and _ADDRESS.match(log_dir):
             remedy = "name a directory; `kvledger ship` copies its logs into a stream"
             shown = without_credentials(log_dir, is_address=True)
@@ -137,15 +140,15 @@ class LogSettings(pydantic.BaseModel):
 
     @classmethod
     def from_extra_config(cls, extra_config: dict[str, Any]) -> Self:
-        """Check the mapping that vLLM passes on.
+        """Return the settings in `kv_connector_extra_config`, which vLLM passes on unchecked.
 
         Raises:
-            ConfigurationError: names every wrong key, why, and what is allowed.
+            ConfigurationError: names every wrong key, why it is wrong, and what is allowed.
         """
         try:
             return cls.model_validate(extra_config)
         except pydantic.ValidationError as error:
-            elsewhere = ("is a key of vLLM", "move it out of kv_connector_extra_config, next to it")
+            elsewhere = ("is a key of vLLM", "move it out of kv_connector_extra_config, next to kv_connector")
             found = refusals(error, cls.model_fields, dict.fromkeys(_OF_VLLM, elsewhere))
         raise ConfigurationError(*found)  # outside of `except`, without pydantic's longer text above it
 
@@ -153,7 +156,7 @@ class LogSettings(pydantic.BaseModel):
         """Refuse a `max_log_bytes` that is too small for the logs that one server's engines write at once.
 
         Raises:
-            ConfigurationError: names the least size.
+            ConfigurationError: `max_log_bytes` is too small. The error names the smallest allowed size.
         """
         least = MIN_LOG_SEGMENTS * self.segment_bytes * num_logs
         if self.log_dir is not None and self.max_log_bytes is not None and self.max_log_bytes < least:
@@ -165,12 +168,12 @@ class LogSettings(pydantic.BaseModel):
             raise ConfigurationError(Refusal(reason, remedy, "max_log_bytes", written_size(self.max_log_bytes)))
 
     def refuse_log_dir(self) -> str:
-        """Refuse a `log_dir` that cannot be written, as far as a temporary file shows.
+        """Refuse a `log_dir` in which no temporary file can be written.
 
-        Returns a warning if the disk is full, which is no reason to refuse it; otherwise nothing.
+        Returns a warning if the disk is full, because kvledger can start with a full disk; otherwise an empty string.
 
         Raises:
-            ConfigurationError: with the directory and the system's reason.
+            ConfigurationError: names the directory and the operating system's reason.
         """
         if self.log_dir is None:
             return ""

@@ -1,6 +1,6 @@
 """Messages for operators, through vLLM's own logger.
 
-Each begins with kvledger's name, because vLLM's prefix names only the process and the line.
+Each message begins with kvledger's name, because vLLM's prefix names only the process and the line of code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvledger.lifecycle import ConfigurationError, suppressed, without_credentia
 
 
 def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-    """`kvledger: what happened (name=value, …)`."""
+    """Return the message in the form `kvledger: what happened (name=value, …)`."""
     text = event.pop("event")
     values = ", ".join(f"{name}={value!r}" for name, value in event.items())
     return without_credentials(f"kvledger: {text} ({values})" if values else f"kvledger: {text}")
@@ -27,7 +27,7 @@ _HINT = "  run `kvledger check` with this configuration to find such errors befo
 
 
 class _Messages(structlog.stdlib.BoundLogger):
-    """Never raises: filters and handlers of the server's logging are foreign code."""
+    """A logger that never raises, even if a filter or a handler of the server's logging does."""
 
     def _proxy_to_logger(self, method_name: str, event: str | None = None, *event_args: str, **event_kw: Any) -> None:
         with suppressed():
@@ -45,10 +45,10 @@ messages: structlog.stdlib.BoundLogger = structlog.wrap_logger(
 
 @contextlib.contextmanager
 def refusals_are_said() -> Iterator[None]:
-    """Log a refusal once before it is raised, because it is hard to find in the tracebacks that vLLM ends with.
+    """Log a refused configuration before its error is raised, because vLLM's tracebacks make the error hard to find.
 
-    vLLM creates connectors after it has loaded the weights, so the message also names a way to find refusals sooner.
-    The exception gets the same note, which tracebacks print below the reason.
+    vLLM creates connectors after it has loaded the weights. The message therefore also names a command that finds such
+    errors sooner. The error gets this hint as a note, which tracebacks print below the reason.
     """
     try:
         yield

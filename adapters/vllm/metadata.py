@@ -1,7 +1,7 @@
-"""What the scheduler side and the workers exchange: jobs one way, reports the other.
+"""What the scheduler side and the workers exchange: jobs go to the workers, and reports come back.
 
-Plain values, because vLLM pickles them to worker processes. The functions make the jobs of a step from what is pending,
-and observations from the workers' reports.
+The classes hold plain values, because vLLM pickles them to send them to other processes. The functions make the jobs of
+a step from the pending decisions, and observations from the workers' reports.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _REMEDY = (
 
 
 class PageJob(msgspec.Struct, frozen=True):
-    """Pages to copy: `block_ids[i]` and `slots[i]` belong together."""
+    """Pages to copy, each between the block `block_ids[i]` and the slot `slots[i]`."""
 
     job_id: int
     block_ids: tuple[int, ...]
     slots: tuple[int, ...]
     pages: tuple[int, ...] = ()
-    """Place of each pair in the request's flat table, -1 if the pair is not digested; empty: none is digested."""
+    """For each block, its place in the request's flat table if the block is digested, else -1. Empty if no block of the
+    job is digested."""
 
 
 class _MetadataMeta(msgspec.StructMeta, ABCMeta):
@@ -45,20 +46,20 @@ class _MetadataMeta(msgspec.StructMeta, ABCMeta):
 
 
 class StepJobs(KVConnectorMetadata, msgspec.Struct, frozen=True, metaclass=_MetadataMeta):
-    """The jobs of one engine step, in the order in which they must happen, and reports for vLLM's scheduler."""
+    """The jobs of one engine step, in the order in which they must run, and ends for the workers to report to vLLM."""
 
     awaited: tuple[int, ...] = ()
     """Jobs whose copies must be over before the forward, because the forward may overwrite their blocks."""
     asked_after: tuple[int, ...] = ()
-    """Jobs that some rank has not reported for too long. The workers report them, if necessary again."""
+    """Jobs that some rank has not reported in time. All workers report these jobs, even if they did so before."""
     saves_before_forward: tuple[PageJob, ...] = ()
     loads: tuple[PageJob, ...] = ()
     saves: tuple[PageJob, ...] = ()
     async_loads: tuple[PageJob, ...] = ()
-    """Loads that begin in this step and may end at any time."""
+    """Loads that begin in this step and may end in this or any later step."""
     async_saves: tuple[PageJob, ...] = ()
     undeliverable_block_ids: tuple[int, ...] = ()
-    """Blocks that the scheduler counts on and that no copy fills; reported as load errors."""
+    """Blocks that vLLM expects to be loaded, but that no copy fills. The workers report them to vLLM as load errors."""
     failed_loads: tuple[str, ...] = ()
     """Requests whose asynchronous load failed on some rank; every rank reports these requests to vLLM."""
     finished_saves: tuple[str, ...] = ()
@@ -66,7 +67,7 @@ class StepJobs(KVConnectorMetadata, msgspec.Struct, frozen=True, metaclass=_Meta
     is_idle: bool = False
     """Whether the step computes nothing, so that only copies make progress."""
     delivered: int = 0
-    """Sequence number of the `EffectsDelivered` that records the hand-out of these jobs; 0 if none does."""
+    """Sequence number of the event `EffectsDelivered` that records that these jobs went out; 0 if there is none."""
 
     def __bool__(self) -> bool:
         begun = self.saves_before_forward or self.loads or self.saves or self.async_loads or self.async_saves
@@ -76,7 +77,7 @@ class StepJobs(KVConnectorMetadata, msgspec.Struct, frozen=True, metaclass=_Meta
     def has_reports(self) -> bool:
         """Whether the step's output must report copies, ends, or blocks that no copy fills.
 
-        The copies are those that the step waits for or asks about.
+        Only copies that the step waits for, and copies that the workers are asked about, must be reported there.
         """
         copies = self.saves_before_forward or self.loads or self.saves or self.asked_after
         return bool(copies or self.failed_loads or self.finished_saves or self.undeliverable_block_ids)
@@ -91,7 +92,7 @@ class DigestedJob:
 
     job_id: int
     pages: tuple[int, ...]
-    """Place of each block in the request's flat table."""
+    """Place of each digested block in the request's flat table."""
     digests: tuple[int, ...]
     """Digests of these blocks, before a save or after a load."""
     stored_digests: tuple[int, ...] = ()
@@ -103,23 +104,23 @@ class JobReport:
     """The result of one copy on one rank."""
 
     job_ids: tuple[int, ...]
-    """The jobs of the copy: several saves, or one job."""
+    """The jobs of the copy: one job, or several saves that were copied together."""
     rank: int
     done: bool
     num_bytes: int
     duration_ns: int
     error: str = ""
     is_repeated: bool = False
-    """Whether this was reported before and was asked for again."""
+    """Whether this repeats an earlier report, because the scheduler side asked for it."""
     digested: tuple[DigestedJob, ...] = ()
-    """Digests of the jobs that have any."""
+    """Digests of the jobs whose pages were digested."""
     moments: tuple[int, ...] = ()
     """When the copy began and ended, see `CopyMoments.as_fields`."""
 
 
 @attrs.frozen(slots=False)
 class Ends:
-    """What `get_transfer_results` returned, in vLLM's ids. vLLM itself merges in the ends of other connectors."""
+    """The ends that `get_transfer_results` returned, in vLLM's request ids, without the ends of other connectors."""
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
@@ -128,28 +129,29 @@ class Ends:
 
 @attrs.frozen(slots=False)
 class StepReport:
-    """A rank has sent the output of a step that must report something (see `StepJobs.has_reports`).
+    """A rank's report that it has sent the output of a step.
 
-    A rank also sends this for any other step in which it reports blocks as not filled.
+    A rank sends it for each step that must report something (`StepJobs.has_reports`), and for each step in which the
+    rank reports blocks as not filled.
     """
 
     delivered: int
     """See `StepJobs.delivered`; 0 if the step has no jobs."""
     rank: int
     under_way: tuple[int, ...] = ()
-    """Jobs whose copies have begun, are ordered by the device, and are not over."""
+    """Jobs whose copies have begun and not ended, and which the device finishes before any new work."""
     ends: Ends | None = None
-    """What the rank gave vLLM with that output; None if unknown."""
+    """Ends that the rank reported to vLLM with that output; None if they are unknown."""
     unfilled: frozenset[int] | None = None
-    """Blocks that the rank reported to vLLM as not filled with that output; None if unknown.
+    """Blocks that the rank reported to vLLM in that output as not filled; None if they are unknown.
 
-    vLLM itself merges the blocks of all ranks and of other connectors.
+    vLLM itself merges these with the blocks of the other ranks and connectors.
     """
 
 
 @attrs.frozen(slots=False)
 class WorkerStart(KVConnectorHandshakeMetadata):
-    """What one rank has at start, to compare with what the scheduler side expects."""
+    """Description of one rank's host pool at start, for comparison with what the scheduler side expects."""
 
     rank: int
     num_slots: int
@@ -158,10 +160,10 @@ class WorkerStart(KVConnectorHandshakeMetadata):
     copies_async: bool
     """Whether the rank can copy while steps run."""
     declined: tuple[str, ...] = ()
-    """Why this rank copies nothing; empty if it copies."""
+    """Reasons why this rank copies nothing; empty if the rank makes copies."""
 
     def disagreement(self, configuration: LedgerConfiguration) -> str:
-        """Return what the scheduler side expects and this rank lacks; empty if it lacks nothing."""
+        """Return what the scheduler side expects and this rank lacks; empty if this rank lacks nothing."""
         if self.num_slots != configuration.num_slots:
             return (
                 f"rank {self.rank} has a host pool of {self.num_slots} slots ({self.slot_bytes} bytes each), the "
@@ -174,22 +176,22 @@ class WorkerStart(KVConnectorHandshakeMetadata):
 
 @attrs.frozen(slots=False)
 class WorkerReports(KVConnectorWorkerMetadata):
-    """The reports of one step, of one rank or, aggregated, of all."""
+    """The reports of one rank in one step, or of all ranks after `aggregate`."""
 
     reports: tuple[JobReport, ...]
     starts: tuple[WorkerStart, ...] = ()
-    """Set in the first step, if vLLM did not ask for it at start."""
+    """Descriptions of the ranks' host pools. Sent in the first step, if vLLM did not ask for them at start."""
     steps: tuple[StepReport, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
-        """Join the reports of several ranks; each names its rank."""
+        """Join the reports of several ranks. Each report names its rank."""
         if not isinstance(other, WorkerReports):
             return self
         return WorkerReports(self.reports + other.reports, self.starts + other.starts, self.steps + other.steps)
 
 
 def disagreements(starts: Iterable[WorkerStart], configuration: LedgerConfiguration) -> str:
-    """Return what these ranks lack of what the scheduler side expects, with the remedy; empty if nothing."""
+    """Return what the scheduler side expects and these ranks lack, with the remedy; empty if they lack nothing."""
     found = "; ".join(filter(None, (start.disagreement(configuration) for start in starts)))
     return f"{found}; {_REMEDY}" if found else ""
 
@@ -198,7 +200,10 @@ def disagreements(starts: Iterable[WorkerStart], configuration: LedgerConfigurat
 
 
 def step_jobs(ready: Ready, pages_of: Callable[[IssuedJob], tuple[int, ...]] | None = None) -> StepJobs:
-    """Return what goes out with a step; `pages_of` returns the pages of a job to digest, None: no job has any."""
+    """Return what goes to the workers with a step.
+
+    `pages_of` returns which pages of a job are digested. If it is None, no pages are digested.
+    """
     jobs: dict[str, list[PageJob]] = {}
     for job in ready.jobs:
         jobs.setdefault(_list_of(job), []).append(_page_job(job, () if pages_of is None else pages_of(job)))
@@ -217,7 +222,7 @@ def step_jobs(ready: Ready, pages_of: Callable[[IssuedJob], tuple[int, ...]] | N
 
 
 def _list_of(job: IssuedJob) -> str:
-    """The list of `StepJobs` for the job."""
+    """Return the name of the list of `StepJobs` that the job belongs in."""
     if isinstance(job, e.LoadIssued):
         return "async_loads" if job.is_async else "loads"
     if isinstance(job, e.TailSaveIssued) or job.before_forward:
@@ -226,7 +231,10 @@ def _list_of(job: IssuedJob) -> str:
 
 
 def no_copies(ready: Ready) -> StepJobs:
-    """Return what goes out with a step if `step_jobs` failed: the step waits for copies in flight and begins none."""
+    """Return what goes to the workers with a step if `step_jobs` failed.
+
+    The step waits for copies in flight, reports ends and unfilled blocks, and begins no copies.
+    """
     return StepJobs(
         awaited=tuple(awaited.job_id for awaited in ready.awaited),
         undeliverable_block_ids=ready.block_ids,
@@ -248,7 +256,10 @@ def _page_job(job: IssuedJob, pages: tuple[int, ...]) -> PageJob:
 def reported_transfers(
     arrived: Iterable[JobReport], projections: Projections, now: Callable[[], int]
 ) -> Iterator[e.TransferReported]:
-    """Yield one observation for each copy, with all ranks that reported it. Record it before you take the next."""
+    """Yield one observation for each copy, with all ranks that reported the copy.
+
+    Record each observation before you take the next one.
+    """
     by_copy: dict[tuple[tuple[int, ...], bool, tuple[int, ...]], dict[int, JobReport]] = {}
     for report in arrived:
         copied = (report.job_ids, report.is_repeated, report.moments)
@@ -270,9 +281,10 @@ def reported_transfers(
 
 
 def _bytes_of(job_ids: tuple[int, ...], num_bytes: int, projections: Projections) -> tuple[int, ...]:
-    """Bytes that a copy moved for each of its jobs, by their pages; the sum is exact.
+    """Return the bytes that a copy moved for each of its jobs: `num_bytes`, divided in proportion to the jobs' pages.
 
-    Ranks that share a pool each write a part of the pages, so a copy may move less than whole pages for a job.
+    The sum is exact. Ranks that share a pool each write only a part of the pages, so a job's bytes need not be a
+    multiple of a page.
     """
     if len(job_ids) == 1:
         return (num_bytes,)
@@ -283,7 +295,10 @@ def _bytes_of(job_ids: tuple[int, ...], num_bytes: int, projections: Projections
 
 
 def reported_steps(arrived: Iterable[StepReport]) -> Iterator[e.StepReported]:
-    """Yield one observation for each step with jobs whose output ranks have sent, with the copies still in flight."""
+    """Yield observations of steps with jobs, of which ranks have sent the output.
+
+    Each observation names the ranks, and the copies that were still in flight on all of these ranks.
+    """
     ranks: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for step in arrived:
         if step.delivered:  # else the step has no `EffectsDelivered`, so no jobs can be missing

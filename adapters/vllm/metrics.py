@@ -1,7 +1,7 @@
-"""Registers `vllm:kvledger_*` with vLLM's `/metrics`, and records there what `stats.py` sends.
+"""Registers the metrics `vllm:kvledger_*` for vLLM's `/metrics`, and sets them from the figures that `stats.py` sends.
 
-Every series exists from the start, at 0: otherwise an alert on a counter's first increase would not fire (`increase()`
-needs a sample before it). Units are Prometheus's base units, seconds and bytes.
+Every series exists from the start, with the value 0. Without that, alerts would miss the first increase of a counter,
+because `increase()` needs an earlier sample. Units are Prometheus's base units, seconds and bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NS: Final = 1_000_000_000
 
 @attrs.frozen
 class _Series:
-    """The metrics of one engine, by figure."""
+    """The metrics of one engine: name of a figure → metric."""
 
     counters: dict[str, Any]
     gauges: dict[str, Any]
@@ -91,7 +91,7 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
             info.labels(*labels, *about.values()).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one interval of one engine; skip unknown figures."""
+        """Record the figures of one engine in one interval. Skip unknown figures."""
         series = self._series[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in series.counters:
@@ -103,7 +103,10 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
 
 
 def _observe(histogram: Any, durations: Sequence[int]) -> None:
-    """Observe each bucket's mean as often as the bucket was hit. The mean is in the bucket, so the sum is exact."""
+    """Add `durations` to the histogram: the counts of all buckets, followed by the sums of all buckets.
+
+    The mean of a bucket is observed as often as its count says. It lies in the bucket, so counts and sums are exact.
+    """
     middle = len(durations) // 2
     for count, sum_ns in zip(durations[:middle], durations[middle:], strict=True):
         for _ in range(count):
@@ -121,5 +124,8 @@ def _settings(vllm_config: VllmConfig) -> ConnectorSettings:
 
 
 def _shown(value: object) -> str:
-    """A setting as the value of a label; a default that depends on the machine or the model is "auto"."""
+    """Return a setting as the value of a label.
+
+    None becomes "auto": the default depends on the machine or the model.
+    """
     return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

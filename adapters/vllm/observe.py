@@ -1,10 +1,8 @@
 """Reads live objects of vLLM and records observations.
 
-`RequestReader` detects what has no hook: preemptions, a session's next turn, tokens taken back, new keys, resets of
-vLLM's prefix cache. The reader compares a live `Request` with the state computed from the log. `StepReader` reads one
-`SchedulerOutput`. Requests are read, never kept.
-
-Each hook uses both readers, so they share a file.
+`RequestReader` detects changes for which vLLM calls no hook: preemptions, the next turn of a session, rollbacks, new
+chunk keys, and resets of vLLM's prefix cache. It compares a live `Request` with the state computed from the log.
+`StepReader` reads each `SchedulerOutput`. The readers copy values from requests, and keep no requests of their own.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ if TYPE_CHECKING:
     from kvledger.lifecycle import LedgerConfiguration, Projections
 
 NUM_CHECK_BYTES: Final = 4
-"""Bytes of each vLLM hash that the log keeps to check a chunk key."""
+"""Bytes of a vLLM block hash that the log keeps for each chunk key, to check the key."""
 
 
 def arrival(request: Request, ordinal: int, now_ns: int) -> e.RequestArrived:
-    """Return the observation that vLLM accepted a request; `ordinal` names this life in the log."""
+    """Return the observation that vLLM accepted a request. `ordinal` is the number of the life that begins."""
     return e.RequestArrived(
         request.request_id,
         ordinal,
@@ -58,19 +56,20 @@ def arrival(request: Request, ordinal: int, now_ns: int) -> e.RequestArrived:
 class KeyChecks:
     """Computes check values of chunk keys: the first bytes of vLLM's own hash of a chunk's last block.
 
-    It reads the request again, with its own index, and must not know how keys are made (`chunk_keys`): a bug there must
-    not repeat here.
+    This class reads the request itself and computes its own index into vLLM's hashes. It must not use the code that
+    makes keys (`chunk_keys`), so that a bug in that code does not occur here too.
     """
 
     def __init__(self, *, chunk_size: int, hash_block_size: int) -> None:
-        """Take sizes in tokens: of a chunk, and of one of vLLM's block hashes (`Request.block_hashes`)."""
+        """Take how many tokens a chunk has, and how many tokens one hash in `Request.block_hashes` covers."""
         self._chunk_size = chunk_size
         self._hash_block_size = hash_block_size
 
     def hash_prefixes(self, request: Request, first_chunk: int, num_chunks: int) -> bytes:
-        """Return, for each chunk, the first bytes of a block's hash: the last block that ends in or before the chunk.
+        """Return the check values of `num_chunks` chunks, concatenated, with `NUM_CHECK_BYTES` bytes for each chunk.
 
-        `NUM_CHECK_BYTES` per chunk, concatenated: zeros if no block has ended, or vLLM has no hash of that block.
+        A chunk's check value is the first bytes of the hash of the last block that ends in or before the chunk. It is
+        zeros if no block ends there, or if vLLM has no hash of that block.
         """
         hashes, block_size = request.block_hashes, self._hash_block_size
         first_end = (first_chunk + 1) * self._chunk_size
@@ -82,10 +81,10 @@ class KeyChecks:
         )
 
     def are_block_hashes(self, request: Request) -> bool:
-        """Whether the keys must be vLLM's own hashes, which then cover all that the KV of a chunk depends on.
+        """Whether the request's chunk keys must be vLLM's own block hashes.
 
-        True for chunks of whole blocks without adapter, pooling request and prompt embeddings
-        (`versions.unhashed_inputs`).
+        True if chunks consist of whole blocks and vLLM's hashes cover all inputs that the KV depends on. The hashes do
+        not cover adapters, pooling requests and prompt embeddings (`versions.unhashed_inputs`).
         """
         others = (request.lora_request, request.pooling_params, request.prompt_embeds, request.prompt_is_token_ids)
         return self._chunk_size % self._hash_block_size == 0 and all(each is None for each in others)
@@ -122,21 +121,22 @@ class RequestReader:
         self._checks = KeyChecks(chunk_size=self._chunk_size, hash_block_size=keys.hash_block_size)
         self._speculates = speculates
         self._uncached: set[str] = set()
-        """Reasons not to cache that the log has already."""
+        """Reasons not to cache a request that are already in the log."""
         self.zeroes_new_blocks = zeroes_new_blocks
-        """Whether vLLM zeroes blocks before a copy out of them; only the built step names these blocks."""
+        """Whether vLLM zeroes new blocks before kvledger can copy out of them. Only the scheduler's output names these
+        blocks."""
         self._pools: tuple[BlockPool, ...] = ()
         self._hashes: list[object] = []
-        """The object by which vLLM's prefix cache finds blocks, one per pool; a reset replaces it."""
+        """For each block pool, the object in which vLLM's prefix cache finds blocks. A reset replaces this object."""
         self._is_reset_noted = False
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Take the block manager, which shows resets, when the scheduler has created it."""
+        """Keep the block pools of the manager, which show resets. Called when the scheduler has created the manager."""
         self._pools = versions.block_pools(manager)
         self._hashes = [*map(versions.prefix_hashes, self._pools)]
 
     def take_reset(self) -> bool:
-        """Whether vLLM has reset its prefix cache since the last call; vLLM calls no hook for a reset."""
+        """Whether vLLM has reset its prefix cache since the last call. vLLM calls no hook for such a reset."""
         if self._is_reset_noted:
             self._is_reset_noted = False
             return True
@@ -148,24 +148,25 @@ class RequestReader:
         self._is_reset_noted = True
 
     def reset(self, requests: Mapping[str, Request]) -> None:
-        """Record that vLLM reset its own prefix cache only.
+        """Record that vLLM reset its own prefix cache, but not kvledger's.
 
-        Preemptions come first, so that their tokens are saved: that KV is as old as the KV saved before.
+        Preemptions are recorded first, so that the preempted requests' tokens are saved. Their KV is as old as the KV
+        that kvledger has saved before.
         """
         self.preemptions(requests)
         self._journal.observe(e.PrefixCacheReset(self._journal.now()))
 
     def read(self, request: Request) -> None:
-        """Record a preemption and new keys before a hook goes on."""
+        """Record a preemption and new chunk keys of the request, before a hook records its own observation."""
         record = self._tracker.get(request.request_id)
         if record is not None and request.num_preemptions > record.num_preemptions:
             self.preemption(request)
         self.keys(request)
 
     def keys(self, request: Request) -> None:
-        """Record the keys of all whole chunks.
+        """Record the keys of all whole chunks of the request that have no recorded key yet.
 
-        If the key source fails, the request loses the cache and the source is not asked again.
+        If the key source raises, the request is quarantined, and the source is not called for it again.
         """
         record = self._tracker.get(request.request_id)
         if record is None or record.trust is TrustRegion.QUARANTINED:
@@ -204,11 +205,11 @@ class RequestReader:
             self._journal.observe(e.LogNote(f"{request.request_id} is not cached: {reason}", self._journal.now()))
 
     def preemption(self, request: Request, overwritten: frozenset[int] | None = None) -> None:
-        """Record a preemption; `request.num_preemptions` is reliable.
+        """Record a preemption of the request, if `request.num_preemptions` has grown.
 
-        Normally `build_connector_meta` of the same step detects it. After
-        `reset_prefix_cache(reset_running_requests=True)` a lookup comes first. `overwritten` are the blocks that the
-        worker zeroes before kvledger can copy them; None if not known yet.
+        Normally `build_connector_meta` of the same step calls this. After
+        `reset_prefix_cache(reset_running_requests=True)`, a lookup calls it earlier. `overwritten` are the blocks that
+        the worker zeroes before kvledger can copy them; None if these are not known yet.
         """
         record = self._tracker.get(request.request_id)
         if record is None or request.num_preemptions <= record.num_preemptions:
@@ -230,10 +231,11 @@ class RequestReader:
         )
 
     def preemptions(self, requests: Mapping[str, Request]) -> None:
-        """Record preemptions by a reset, which preempts every running request and calls no hook.
+        """Record preemptions by a reset, which preempts every running request without a hook call.
 
-        vLLM may reuse their blocks before it looks the requests up. After a reset, no request runs until the next step,
-        so a running one shows that there was no reset (`v1/core/sched/scheduler.py`, reset_prefix_cache, 0.32).
+        vLLM may reuse the blocks of these requests before it looks the requests up again, so the preemptions are
+        recorded here. After a reset, no request runs until the next step. If a request runs, there was no reset, and
+        nothing is recorded (`v1/core/sched/scheduler.py`, reset_prefix_cache, 0.32).
         """
         preempted = []
         for record in self._tracker:
@@ -247,14 +249,14 @@ class RequestReader:
             self.preemption(request)
 
     def preemptions_of_step(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Record the preemptions that a step names."""
+        """Record the preemptions that the scheduler's output of a step names."""
         for request_id in versions.preempted_request_ids(scheduler_output):
             request = requests.get(request_id)
             if request is not None:
                 self.preemption(request, versions.blocks_to_zero(scheduler_output))
 
     def next_turn(self, request: Request) -> None:
-        """Record a streaming session's next turn: its tokens change, its blocks stay."""
+        """Record the next turn of a streaming session, in which the request's tokens change and its blocks stay."""
         num_computed_tokens = request.num_computed_tokens
         self._journal.observe(
             e.SessionContinued(
@@ -275,7 +277,7 @@ class RequestReader:
             self._observe_keys(request, first_chunk, keys)
 
     def load_errors(self, block_ids: Iterable[int], requests: Iterable[Request]) -> None:
-        """Record blocks that no load filled, and tokens that the scheduler took back for them."""
+        """Record blocks that no load filled, and the rollbacks that the scheduler made because of them."""
         self._journal.observe(e.LoadErrorsObserved(tuple(sorted(block_ids)), self._journal.now()))
         for request in requests:
             record = self._tracker.get(request.request_id)
@@ -287,9 +289,10 @@ class RequestReader:
                 )
 
     def block_table(self, scheduler_output: SchedulerOutput, ordinal: int, added: Sequence[int]) -> None:
-        """Before a save, compare the log's block table with the scheduler's, and record the latter if they differ.
+        """Compare a request's block table in the log with the scheduler's, before a save of the request.
 
-        `added` are the blocks of this step, which the log does not have yet.
+        If they differ, record the scheduler's table. `added` are the blocks that this step adds, which are not in the
+        log yet.
         """
         record = self._tracker.of(ordinal)
         if record is None:
@@ -310,7 +313,10 @@ class RequestReader:
             self._journal.observe(e.BlockTableObserved(record.request_id, observed, self._journal.now()))
 
     def _agree(self, folded: Sequence[int], table: Sequence[int]) -> bool:
-        """Whether the tables are equal, except for blocks outside a window, which vLLM nulls without a hook."""
+        """Whether the tables are equal, except for blocks outside a window.
+
+        vLLM replaces these blocks by the null block and calls no hook for that.
+        """
         windows = self._projections.geometry.windows
         if not windows.has_any:
             return folded == table
@@ -320,11 +326,11 @@ class RequestReader:
         )
 
     def num_written_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Return the tokens whose KV is written when the next step's `handle_preemptions` runs.
+        """Return how many tokens of the request have their KV written when the next step's `handle_preemptions` runs.
 
-        That hook runs after every step in flight, so the tokens of these steps count. Until then vLLM fences the freed
-        blocks. Tokens not known yet have no key. With speculation, tokens in flight do not count, as drafts may be
-        rejected.
+        That hook runs after every step in flight, so the tokens of these steps count. Until then, vLLM lets no step
+        overwrite the freed blocks. Tokens that are not sampled yet do not count, because they have no key. With
+        speculation, tokens in flight do not count either, because drafts may be rejected.
         """
         if self._speculates:
             return max(0, min(num_computed_tokens, request.num_tokens - 1) - request.num_in_flight_tokens)
@@ -332,9 +338,9 @@ class RequestReader:
 
 
 class StepReader:
-    """Turns each scheduler output into one observation of what is not expected.
+    """Turns each scheduler output into one observation of the step.
 
-    A request that decodes one more token is expected and needs no entry.
+    A steady request, which decodes one more token as expected, needs no entry in the observation.
     """
 
     def __init__(
@@ -346,7 +352,7 @@ class StepReader:
         *,
         speculates: bool,
     ) -> None:
-        """`sync_keys` records the keys of a request's whole chunks; with None, nothing settles."""
+        """`sync_keys` records the keys of a request's whole chunks. If it is None, no settled tokens are recorded."""
         self._projections = projections
         self._tracker = projections.tracker
         self._encoder = StepEncoder(projections)
@@ -357,14 +363,14 @@ class StepReader:
         self._step = 0
         self._due: dict[int, list[str]] = {}
         self._processed: dict[str, tuple[int, int]] = {}
-        """With windows: request id → (settled tokens up to which this step has freed blocks, tokens in flight)."""
+        """With windows: request id → (settled tokens up to which the step has freed blocks, tokens in flight)."""
         self._processed_before: dict[str, tuple[int, int]] = {}
         self._time_ns = 0
 
     def read(self, scheduler_output: SchedulerOutput, time_ns: int) -> e.StepScheduled:
-        """Return what this step schedules for known requests.
+        """Return the observation of what this step schedules, for requests in the log.
 
-        A count that went down is observed separately, before the step.
+        If the computed tokens of a request went down, this rollback is observed separately, before the step.
         """
         self._time_ns = time_ns
         self._processed_before, self._processed = self._processed, {}
@@ -390,7 +396,7 @@ class StepReader:
         return event
 
     def _unexpected(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
-        """(id, computed tokens) of requests that are not new and do not just decode one more token."""
+        """Return (id, computed tokens) of each scheduled request that is neither new nor steady."""
         cached, num_scheduled = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
         rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         unexpected = self._tracker.computed.unexpected(rows, self._tracker.get)
@@ -404,7 +410,7 @@ class StepReader:
         return unexpected
 
     def _extended(self, cached: CachedRequestData) -> list[tuple[int, tuple[int, ...]]]:
-        """(ordinal, new blocks) of tables that have grown."""
+        """Return (ordinal, new blocks) of each request whose block table has grown."""
         extended = []
         entries = cached.new_block_ids
         for request_id, entry in compress(zip(cached.req_ids, entries, strict=True), entries):
@@ -416,7 +422,10 @@ class StepReader:
     def _advanced(
         self, counts: Sequence[tuple[str, int]], num_scheduled: Mapping[str, int]
     ) -> list[tuple[int, int, int, int]]:
-        """How each of these requests is scheduled; with drafts, how all requests of the step are."""
+        """Return (ordinal, computed tokens, scheduled tokens, known tokens) of each of these requests.
+
+        Records rollbacks first, except with speculation.
+        """
         record_of, request_of = self._tracker.get, self._requests.get
         for request_id, count in () if self._speculates else counts:
             record = record_of(request_id)
@@ -433,9 +442,9 @@ class StepReader:
     # --- settled chunks ----------------------------------------------------------------------
 
     def _settled(self, advanced: Sequence[tuple[int, int, int, int]]) -> tuple[e.SettledTokens, ...]:
-        """Requests with enough newly settled chunks to save; records their keys.
+        """Return the settled tokens of requests with enough newly settled chunks to save, and record their keys.
 
-        A decoding request fills its next chunks at a known step, and is checked only then.
+        The step in which a decoding request settles its next chunks is known, so the request is checked only then.
         """
         if self._sync_keys is None:
             return ()
@@ -467,7 +476,10 @@ class StepReader:
             self._due.setdefault(due, []).append(record.request_id)
 
     def _settle(self, settled: list[e.SettledTokens], record: RequestRecord, num_computed_tokens: int) -> int:
-        """Append what has settled; return the settled tokens at which to check the request again."""
+        """Append the request's settled tokens to `settled`, if they are enough to save.
+
+        Returns how many tokens must be settled when the request is checked again.
+        """
         threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
         request = self._requests.get(record.request_id)
         if request is None or record.trust is TrustRegion.QUARANTINED:
@@ -492,13 +504,13 @@ class StepReader:
         return self._tracker.save_threshold(record, geometry.num_chunks_in(entry.num_settled_tokens))
 
     def window_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
-        """Record, before a request ends, up to where the last step freed blocks that its windows left."""
+        """Record up to which token the last step freed blocks outside windows, before the request's end is recorded."""
         self._window_left(record, self._processed.get(record.request_id), time_ns)
 
     def _window_left(self, record: RequestRecord, processed: tuple[int, int] | None, time_ns: int) -> None:
-        """Record up to where blocks had been freed, if the last step scheduled the request.
+        """Record up to which token blocks outside windows were freed, for a request that the last step scheduled.
 
-        In a step that skips the request, vLLM may free more blocks before it finds no room for the request.
+        In a step that skips a request, vLLM may free more blocks before it finds that there is no room for the request.
         """
         computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
         if processed is not None and computing:

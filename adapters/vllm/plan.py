@@ -1,6 +1,7 @@
-"""What a configuration means for a model: sizes, pools, and what is declined, before anything is allocated.
+"""What a configuration means for a model: sizes, pools, and whether the model is declined.
 
-The connector starts with the plan and `kvledger check` prints it, so that both agree.
+The plan is made before anything is allocated. The connector starts with the plan, and `kvledger check` prints the same
+plan.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Plan:
-    """What an engine will do."""
+    """The settings, sizes and pools with which an engine runs."""
 
     settings: ConnectorSettings
-    """With the default of `host_bytes` filled in."""
+    """The settings, with the default of `host_bytes` filled in."""
     groups: Groups
     configuration: LedgerConfiguration
     block_bytes: int
@@ -42,10 +43,12 @@ class Plan:
         return self.num_pools < self.configuration.num_ranks
 
     def refuse_beyond_memory(self) -> None:
-        """Refuse pools of this machine that exceed the memory available now, before any is allocated.
+        """Refuse the plan if this machine's pools need more memory than is available now.
+
+        Call this before any pool is allocated.
 
         Raises:
-            ConfigurationError: with the figures and the remedy.
+            ConfigurationError: the pools do not fit. The error contains the figures and the remedy.
         """
         if not self.groups.declined:
             self.settings.refuse_beyond_memory(
@@ -54,10 +57,11 @@ class Plan:
 
 
 def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings) -> Plan:
-    """Return the plan, the same on the scheduler's side and on each worker.
+    """Return the plan. The scheduler's side and each worker get the same plan.
 
     Raises:
-        ConfigurationError: the model or the settings cannot be served; with the figures and the remedy.
+        ConfigurationError: kvledger cannot serve this model with these settings. The error contains the figures and
+            the remedy.
     """
     versions.refuse_unsupported(vllm_config)
     groups = describe_groups(vllm_config, kv_cache_config)

@@ -1,10 +1,11 @@
-"""Corrects vLLM's scheduler after a failed load: hashes of unfilled blocks, and requests that read such blocks.
+"""Corrects vLLM's scheduler after a failed load: removes unfilled blocks from the prefix cache, rolls requests back.
 
-vLLM 0.32 hashes the blocks of a synchronous load into its prefix cache before the load has run. When the load fails,
-vLLM removes the hashes only under the policy "fail", only for requests that still run, and not the hashes of blocks
-that a sharer computed on top. Under "recompute" vLLM lets sharers go on while one request rewrites the blocks
-(`v1/core/sched/scheduler.py`, _handle_invalid_blocks). kvledger corrects both through the block manager that vLLM gives
-its connector. Nothing else in kvledger changes state of vLLM's scheduler.
+vLLM 0.32 puts the blocks of a synchronous load into its prefix cache before the load has run. If the load fails, vLLM
+removes them only under the policy "fail", and only for requests that still run. It does not remove blocks that another
+request has computed on top of them. Under "recompute", one request writes the unfilled blocks again, and vLLM lets
+other requests with the same blocks go on meanwhile (`v1/core/sched/scheduler.py`, _handle_invalid_blocks). kvledger
+corrects both faults through the block manager that vLLM gives its connector. Nothing else in kvledger changes the state
+of vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -21,33 +22,37 @@ if TYPE_CHECKING:
 
 
 class PrefixCache:
-    """vLLM's block manager, for blocks that could not be filled."""
+    """Uses vLLM's block manager for blocks that no load has filled."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._manager: KVCacheManager | None = None
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Take the block manager when the scheduler has created it."""
+        """Keep the block manager. Called when the scheduler has created it."""
         self._manager = manager
 
     def is_freed(self, request_id: str) -> bool:
-        """Whether vLLM keeps no blocks of the request, by vLLM's id.
+        """Whether vLLM keeps no blocks of the request. `request_id` is vLLM's id.
 
-        If the request has ended, vLLM has then forgotten it.
+        If the request has ended and vLLM keeps no blocks of it, vLLM has forgotten the request.
         """
         return self._manager is not None and not any(self._manager.get_block_ids(request_id))
 
     def evict(self, block_ids: AbstractSet[int]) -> None:
-        """Let no lookup hit these blocks. Requests keep those that they hold; a block without a hash is unchanged."""
+        """Remove these blocks from vLLM's prefix cache, so that no lookup finds them.
+
+        Requests keep the blocks that they hold. Blocks that are not in the prefix cache are unchanged.
+        """
         if self._manager is not None and block_ids:
             self._manager.evict_blocks(set(block_ids))
 
     def take_back(self, requests: Iterable[Request], block_ids: AbstractSet[int]) -> None:
         """Make every request that holds one of these blocks compute again from its first such block on.
 
-        vLLM does so only for the first holder of each block. Several requests then write the same KV to a shared block,
-        and each reads what it wrote itself, in whatever pieces it is scheduled. Under "fail" all holders have ended.
+        vLLM does so only for the first request that holds a block. Several requests then write the same KV to a shared
+        block. However its tokens are divided among steps, each request reads KV that it has written itself. Under the
+        policy "fail", all requests that held such a block have ended.
         """
         if self._manager is None:
             return

@@ -1,6 +1,6 @@
 """Turns pydantic's errors into kvledger's refusals: key, value, reason, remedy.
 
-This module handles kvledger's settings and vLLM's own. It must not know a single key.
+This module handles errors about kvledger's settings and about vLLM's own. It must not contain the name of any key.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ _MUST_BE = {
 }
 """Pydantic's error type → reason without Python's terms."""
 _MISSPELT = 0.8
-"""Similarity of two names, from 0 to 1, if one is the other misspelt: `chunksize` 0.95, `host_pass` 0.63."""
+"""Similarity, from 0 to 1, from which on a name counts as a misspelling of a known name. `chunksize` has 0.95,
+`host_pass` has 0.63."""
 _NOT_GIVEN: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 
 def unknown(key: str, value: object, name: str, known: Iterable[str], what: str = "key") -> Refusal:
-    """Refuse an unknown name, a key or its value; suggest the nearest known name, or all of them.
+    """Return the refusal of an unknown name, which is a key or a value. Suggests the nearest known name, or all names.
 
-    The value of an unknown key is shown only if the key looks misspelt. Otherwise it may be another program's password.
+    The value of an unknown key is shown only if the key looks misspelt. Otherwise the value may be another program's
+    password.
     """
     nearest = difflib.get_close_matches(name, list(known), n=1)
     is_misspelt = difflib.get_close_matches(name, list(known), n=1, cutoff=_MISSPELT)
@@ -56,7 +58,8 @@ def refusals(
 ) -> tuple[Refusal, ...]:
     """Return one refusal for each wrong key.
 
-    `elsewhere`: key that belongs elsewhere → reason and remedy. `inside` is the key that contains all of them.
+    `elsewhere`: key that belongs in another place → reason and remedy. `inside` is the name of the key whose value
+    contains all of these keys; empty if there is none.
     """
     every = error.errors(include_url=False)
     problems = [each for each in every if each["type"] != "is_instance_of"] or every  # JSON cannot hold an instance
@@ -69,7 +72,11 @@ def refusals(
 
 
 def _place(problem: ErrorDetails, every: list[ErrorDetails]) -> tuple[int | str, ...]:
-    """The place of a problem. A union appends a name of pydantic's own; all of its problems have the same value."""
+    """Return the path of the key that a problem is about.
+
+    If the key's type is a union, pydantic appends a name of its own to the path, which is left out here. The problems
+    of one union all have the same value.
+    """
     place = problem["loc"]
     alike = [each for each in every if each["loc"][:-1] == place[:-1] and each["input"] == problem["input"]]
     is_union = len(place) > 1 and len(alike) > 1 and isinstance(place[-1], str)
@@ -103,7 +110,7 @@ def _in_words(
 
 
 def _joined(refused: list[Refusal]) -> list[Refusal]:
-    """Join what a union refuses: one refusal with every alternative."""
+    """Join the refusals of one key, whose type is a union, into one refusal that names every alternative."""
     first, *others = refused
     if not first.key or not others:
         return refused

@@ -1,10 +1,10 @@
-"""Why a model must not get a loaded prefix, from vLLM's configuration and the model's attention backends.
+"""Finds reasons why no prefix may be loaded for a model: in vLLM's configuration and the model's attention backends.
 
-A hit is correct only if attention over the new tokens reads the loaded prefix, and if the KV of a token depends on
-nothing but the tokens up to it. Otherwise vLLM turns chunked prefill or prefix caching off, but it still asks a
-connector. `docs/attention-backends.md` lists what each backend does.
+A hit is correct only if attention over the new tokens reads the loaded prefix, and if the KV of a token depends only on
+the tokens up to this token. For other models, vLLM turns chunked prefill or prefix caching off, but it still looks up
+requests in a connector. `docs/attention-backends.md` lists what each backend does.
 
-Read against vLLM 0.32.0 and 0.33.0.
+This module agrees with the source of vLLM 0.32.0 and 0.33.0.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _WITHOUT_INVARIANCE = frozenset({"FLASHINFER", "TRITON_MLA"})
 (`model_executor/layers/attention/attention.py`, 0.32 line 373, 0.33 line 375)."""
 
 _SOMETIMES_UNREAD = ("turboquant", "ultraquant")
-"""Beginnings of `--kv-cache-dtype`. Their backends ignore every prefix in a step whose longest query is as long as its
-longest sequence; one other request with a new prompt is enough (`v1/attention/backends/turboquant_attn.py` line 740,
-`ultraquant_attn.py` line 317; 0.32 and 0.33)."""
+"""First words of values of `--kv-cache-dtype`. Backends for these values ignore every prefix in a step whose longest
+query is as long as the longest sequence. One other request with a new prompt can cause this
+(`v1/attention/backends/turboquant_attn.py` line 740, `ultraquant_attn.py` line 317; 0.32 and 0.33)."""
 
 
 def unusable_prefixes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
-    """Return why no prefix may be loaded, each reason once; empty if prefixes may be loaded.
+    """Return the reasons why no prefix may be loaded; empty if prefixes may be loaded.
 
-    Prefix caching that is off is no reason: an operator may switch it off on a backend that reads prefixes. A process
-    that has built the model checks its layers too; elsewhere the worker checks them and reports.
+    That prefix caching is off is not a reason, because an operator may switch it off on a backend that reads prefixes.
+    A process that has built the model also checks the model's layers. The scheduler's side has not built the model, so
+    a worker checks the layers and reports the reasons.
     """
     model: Any = vllm_config.model_config
     if model is None:
@@ -53,7 +54,7 @@ def unusable_prefixes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def _not_causal(kv_cache_config: KVCacheConfig) -> Iterator[Refusal]:
-    """Attention that is not causal: vLLM turns chunked prefill and prefix caching off for it.
+    """Refuse attention that is not causal, for which vLLM turns chunked prefill and prefix caching off.
 
     See `v1/engine/core.py`, _initialize_kv_caches.
     """
@@ -67,19 +68,23 @@ def _not_causal(kv_cache_config: KVCacheConfig) -> Iterator[Refusal]:
 
 
 def _needs_every_token(model: Any) -> Iterator[Refusal]:
-    """Pooling models that average over the prompt, and encoders (`config/model.py`, is_prefix_caching_supported)."""
+    """Refuse pooling over the whole prompt, and encoders (`config/model.py`, is_prefix_caching_supported)."""
     if model.is_prefix_caching_supported:
         return
     pooler = getattr(model, "pooler_config", None)
     kinds = [getattr(pooler, name, None) for name in ("seq_pooling_type", "tok_pooling_type")]
     pooling = "/".join(str(kind) for kind in kinds if kind)
     kind = f"attention type {model.attn_type}" + (f", pooling {pooling}" if pooling else "")
-    reason = f"vLLM supports no prefix caching for this model ({kind}): its result needs a forward over every token"
+    reason = f"vLLM supports no prefix caching for this model ({kind}): the result needs a forward over every token"
     yield Refusal(reason, "serve this model without KVLedgerConnector")
 
 
 def _not_read(vllm_config: VllmConfig) -> Iterator[Refusal]:
-    """With chunked prefill, attention continues from a prefix in vLLM itself; without it a backend may ignore it."""
+    """Refuse backends that may ignore a loaded prefix.
+
+    With chunked prefill, vLLM itself needs attention that continues from a prefix. Without chunked prefill, a backend
+    may ignore the prefix.
+    """
     from vllm.platforms import CpuArchEnum, current_platform
 
     if vllm_config.scheduler_config.enable_chunked_prefill:
@@ -115,7 +120,7 @@ def _not_always_read(vllm_config: VllmConfig) -> Iterator[Refusal]:
         if dtype.startswith(kind) or kind.upper() in names:
             reason = (
                 f"the attention backend {kind.upper()} ignores a loaded prefix in a step in which another request "
-                "computes a prompt that is as long as the longest one"
+                "computes a prompt that is as long as the longest sequence of the step"
             )
             yield Refusal(reason, "choose another --kv-cache-dtype")
 
@@ -131,12 +136,12 @@ def _not_invariant(vllm_config: VllmConfig) -> Iterator[Refusal]:
 
 
 def _rotated_by_row(vllm_config: VllmConfig) -> Iterator[Refusal]:
-    """VLLM's rotary kernel for CPU rotates parts of heads by the row of a token in its batch, not by its position.
+    """Refuse models whose tokens vLLM's rotary kernel for CPU rotates by their row in the batch, not by their position.
 
-    The kernel takes the distance of heads for that of tokens (`csrc/cpu/pos_encoding.cpp`, rotary_embedding,
-    `stride(-2)`). That is wrong for models like DeepSeek's, which rotate a slice of each head
-    (`model_executor/layers/mla.py` and `models/deepseek_v2.py`, rotary_emb). With yarn another class rotates, without
-    this kernel.
+    The kernel uses the distance between two heads as the distance between two tokens (`csrc/cpu/pos_encoding.cpp`,
+    rotary_embedding, `stride(-2)`). This is wrong for models like DeepSeek's, which rotate a slice of each head
+    (`model_executor/layers/mla.py` and `models/deepseek_v2.py`, rotary_emb). With yarn, another class rotates the
+    heads and does not use this kernel.
     """
     from vllm.platforms import current_platform
 
@@ -150,14 +155,14 @@ def _rotated_by_row(vllm_config: VllmConfig) -> Iterator[Refusal]:
     is_other_class = vllm_config.model_config.use_mla and "yarn" in str(rope.get("rope_type"))
     if not is_other_class and _kernel_rotates_by_row():
         reason = (
-            "vLLM's rotary kernel for CPU rotates a token of this model by its place in the batch, so its KV does not "
-            "follow from the tokens before it"
+            "vLLM's rotary kernel for CPU rotates a token of this model by its place in the batch, so the token's KV "
+            "depends on more than the tokens up to it"
         )
         yield Refusal(reason, """start vLLM without --enforce-eager, or with -cc.custom_ops='["-rotary_embedding"]'""")
 
 
 def _kernel_rotates_by_row() -> bool:
-    """Whether the kernel rotates a token of several heads differently alone and as the second of two."""
+    """Whether the kernel rotates a token with several heads differently alone than as the second of two tokens."""
     import torch
     from vllm import _custom_ops
 
@@ -174,14 +179,14 @@ def _kernel_rotates_by_row() -> bool:
 
 
 def attention_backends(vllm_config: VllmConfig) -> set[type[AttentionBackend]]:
-    """Return backends of the model's layers; empty in a process that has not built the model."""
+    """Return the attention backends of the model's layers; empty in a process that has not built the model."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     found = {layer.get_attn_backend() for layer in layers if hasattr(layer, "get_attn_backend")}
     return {backend for backend in found if backend is not None}
 
 
 def _chosen_for_cpu(vllm_config: VllmConfig) -> str:
-    """Name of the backend that vLLM chooses for latent attention on this CPU (`platforms/cpu.py`)."""
+    """Return the name of the backend that vLLM chooses for latent attention on this CPU (`platforms/cpu.py`)."""
     from types import SimpleNamespace
 
     from vllm.platforms import current_platform

@@ -1,7 +1,7 @@
-"""The scheduler's half: turns hook calls into observations, and decisions into answers and jobs.
+"""The scheduler's half of the connector: turns hook calls into observations, and decisions into answers and jobs.
 
-This half copies values from live vLLM objects into events, and keeps requests only for later hooks to read. No hook may
-raise into vLLM: `HOOKS` lists what happens instead.
+This half copies values from live vLLM objects into events. It keeps requests only so that later hooks can read them. A
+hook must not raise into vLLM: `HOOKS` lists what it does instead.
 
 All hooks are in this one file, in the order in which a request meets them.
 """
@@ -86,7 +86,7 @@ HOOKS: Final = {
     "has_pending_block_frees": Fallback(answer=False),
     "shutdown": Fallback(),
 }
-"""Hook → what it returns to vLLM if it raises, and the methods that still run.
+"""Hook → what the hook returns to vLLM if its code raises, and which methods run after that.
 
 These methods refuse an accepted load, record the workers' reports, and hand over pending jobs and ends.
 """
@@ -116,7 +116,7 @@ class SchedulerSide:
         self.ids = LogIds()
         self._asked = AskedFigures(self._projections, self.journal.messages)
         self._requests: dict[str, Request] = {}
-        """Id in the log → request. This class uses the log's ids everywhere, except in what it gets from vLLM and
+        """Id in the log → request. This class uses the ids in the log, except in values that it gets from vLLM or
         returns to vLLM."""
         self.prefix_cache = PrefixCache(configuration.block_size)
         self._early_ends = EarlyEnds(self.journal, self._requests, self.ids, self.prefix_cache)
@@ -129,7 +129,7 @@ class SchedulerSide:
         self._arrived: WorkerReports | None = None
         """Reports of the workers that are not recorded yet."""
         self._invalid_block_ids: frozenset[int] = frozenset()
-        """Blocks that no load has filled, until that is recorded."""
+        """Blocks that vLLM has named as not filled, until this is recorded."""
         self._ending = e.NO_LIFE
         """The life whose end is being recorded."""
         self.request_reader = RequestReader(
@@ -148,7 +148,7 @@ class SchedulerSide:
 
     @property
     def ledger(self) -> Ledger:
-        """The connector's state and its log."""
+        """The ledger: the connector's state and its log."""
         return self.journal.ledger
 
     @property
@@ -161,9 +161,9 @@ class SchedulerSide:
         self.journal.hook_failed(hook, request_id, error)
 
     def compare(self, starts: Sequence[WorkerStart]) -> str:
-        """Return how the workers differ from what is expected here; empty if they agree.
+        """Return how the workers differ from what the scheduler side expects; empty if they do not differ.
 
-        If a worker declines the model, kvledger serves no request any more, and the result is empty.
+        If a worker declines the model, the result is empty and kvledger serves no more requests.
         """
         if self.journal.is_disabled:
             return ""
@@ -175,7 +175,7 @@ class SchedulerSide:
         return disagreements(starts, self.journal.configuration)
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Take the block manager when the scheduler has created it."""
+        """Keep the block manager. Called when the scheduler has created it."""
         self.request_reader.bind(manager)
         self.prefix_cache.bind(manager)
 
@@ -194,9 +194,9 @@ class SchedulerSide:
         self.journal.commit()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Answer a lookup: how many tokens can be loaded, and whether asynchronously. None makes vLLM ask again.
+        """Return how many tokens can be loaded, and whether asynchronously. None as the number makes vLLM ask again.
 
-        A lookup that repeats the last one and its answer is written with the next frame.
+        If a lookup and its answer repeat the previous ones, they are not written at once, but with the next frame.
         """
         journal = self.journal
         if journal.is_disabled:
@@ -227,7 +227,7 @@ class SchedulerSide:
         return NO_HIT
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Load what vLLM accepted of the answer, or report what cannot be loaded."""
+        """Issue the load of the tokens that vLLM accepted, or report their blocks if they cannot be loaded."""
         is_issued = False
         if not self.journal.is_disabled:
             live = self._live(request)
@@ -248,10 +248,10 @@ class SchedulerSide:
         self.journal.commit()
 
     def refuse_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Report blocks that vLLM counts on and that no load will fill.
+        """Report the blocks that vLLM expects to be loaded, but that no load will fill.
 
-        vLLM recomputes their tokens (kv_load_failure_policy "recompute") or fails this one request ("fail"). With
-        several groups every load is asynchronous, and vLLM takes failures by request only.
+        vLLM recomputes their tokens (kv_load_failure_policy "recompute") or fails this one request ("fail"). If the
+        model has several groups, every load is asynchronous, and vLLM accepts reports of failed requests, not blocks.
         """
         if not num_external_tokens:
             return
@@ -297,8 +297,9 @@ class SchedulerSide:
     def _can_omit(self, now_ns: int) -> bool:
         """Whether this step, which schedules no request, can be left out of the log.
 
-        An engine that waits for a copy runs such steps in a loop. Copies become overdue by steps and by time, so enough
-        steps are written for both. With windows all steps are written: each shows what the one before has freed.
+        An engine that waits for a copy runs such steps in a loop. Copies become overdue after a number of steps and a
+        time, so enough steps are written to count both. If the model has windows, all steps are written, because each
+        step shows which blocks the step before has freed.
         """
         configuration = self.journal.configuration
         max_silent_ns = configuration.max_silent_ms * 1_000_000
@@ -310,7 +311,7 @@ class SchedulerSide:
         )
 
     def hand_out(self, scheduler_output: SchedulerOutput) -> StepJobs:
-        """Return everything that is pending for the workers and written to the log."""
+        """Return the jobs and ends that are pending for the workers and recorded in the log."""
         ready, jobs = self.journal.ready(), NO_JOBS
         if ready != NOTHING_OWED:
             try:
@@ -327,9 +328,9 @@ class SchedulerSide:
         return jobs if scheduler_output.total_num_scheduled_tokens else replace(jobs, is_idle=True)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Record the workers' reports, and add requests whose load has arrived.
+        """Record the workers' reports, and add to the output the requests whose load is completed.
 
-        vLLM has made no lookup since it processed this output.
+        vLLM makes no lookup between the time when it processes this output and this call.
         """
         worker_meta = connector_output.kv_connector_worker_meta
         self._arrived = worker_meta if isinstance(worker_meta, WorkerReports) else None
@@ -348,13 +349,16 @@ class SchedulerSide:
         self.journal.commit()
 
     def take_load_errors(self, _connector_output: KVConnectorOutput) -> None:
-        """Record, once, which blocks no load has filled."""
+        """Record which blocks no load has filled. A second call for the same output does nothing."""
         invalid_block_ids, self._invalid_block_ids = self._invalid_block_ids, frozenset()
         if invalid_block_ids and not self.journal.is_disabled:
             self.request_reader.load_errors(invalid_block_ids, tuple(self._requests.values()))
 
     def take_reports(self, _connector_output: KVConnectorOutput) -> None:
-        """Record what the workers report, once. Each report separately: a request may wait for any of them."""
+        """Record each report of the workers separately, because a request may wait for any of them.
+
+        A second call for the same output does nothing.
+        """
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             return
@@ -370,19 +374,19 @@ class SchedulerSide:
             self.journal.decline(disagreement)
 
     def evict(self, connector_output: KVConnectorOutput) -> None:
-        """Remove unfilled blocks from vLLM's prefix cache."""
+        """Remove from vLLM's prefix cache the blocks that no load has filled."""
         unfilled, invalid_block_ids = self._tracker.unfilled, frozenset(connector_output.invalid_block_ids or ())
         if invalid_block_ids or unfilled.num_failures != self._num_failures_seen:
             self._num_failures_seen = unfilled.num_failures
             self.prefix_cache.evict(invalid_block_ids | unfilled.blocks.keys())
 
     def refuse_early_ends(self, connector_output: KVConnectorOutput) -> None:
-        """Remove ends that another connector reports too early."""
+        """Remove from the output the ends that another connector reports too early."""
         if connector_output.finished_recving or connector_output.finished_sending:
             self._early_ends.refuse(connector_output)
 
     def end_waiting(self, connector_output: KVConnectorOutput) -> None:
-        """Add requests whose load has arrived; the workers report other ends."""
+        """Add to the output the requests whose load is completed. The workers themselves report other ends."""
         ready, owed = self.ledger.ready(Channel.VLLM), self.journal.owed
         finished = (*(connector_output.finished_recving or ()), *(connector_output.finished_sending or ()))
         reported = owed.reported_to_vllm(map(self.ids.logged, finished))
@@ -392,7 +396,7 @@ class SchedulerSide:
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}
 
     def forget_ids(self, _connector_output: KVConnectorOutput) -> None:
-        """Forget ids of ended requests for which vLLM waits for nothing."""
+        """Forget the ids of ended requests, except of those for whose copies vLLM waits."""
         self.ids.forget(self._is_known)
 
     def _is_known(self, request_id: str) -> bool:
@@ -400,9 +404,10 @@ class SchedulerSide:
         return is_alive or self.journal.owed.is_named(request_id)
 
     def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
-        """Record the end of a request. vLLM keeps the request's blocks only while an asynchronous save reads them.
+        """Record the end of a request.
 
-        Returns whether vLLM must keep the blocks, and the figures for the response if the request asked for figures.
+        Returns whether vLLM must keep the request's blocks, and the figures for the response if the request asked for
+        figures. vLLM must keep the blocks only as long as an asynchronous save reads them.
         """
         live = self._live(request)
         self._ending = self.journal.owed.present(live.request_id)
@@ -410,11 +415,11 @@ class SchedulerSide:
         return self.let_go(request, num_blocks)
 
     def finish_unsaved(self, request: Request, _num_blocks: int) -> None:
-        """Retry without saving, so that the request is released."""
+        """Record the request's end without saving, after `request_finished` raised, so that the request is released."""
         self._finish(self._live(request), 0)
 
     def let_go(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the live request; return what `request_finished` does."""
+        """Forget the live request; return the values that `request_finished` returns."""
         live, life = self._live(request), self._ending
         self._ending = e.NO_LIFE
         if self._requests.pop(live.request_id, None) is not None and num_blocks:
@@ -455,7 +460,7 @@ class SchedulerSide:
         )
 
     def reset_cache(self) -> bool:
-        """Forget every saved chunk; discard copies in flight when they are reported."""
+        """Forget every saved chunk. Copies in flight are discarded when they are reported."""
         if not self.journal.is_disabled:
             self.request_reader.take_reset()  # vLLM has just reset its own cache
             self.journal.observe(e.CacheReset(self.journal.now()))
@@ -466,11 +471,11 @@ class SchedulerSide:
         return True
 
     def commit(self, *_arguments: object) -> None:
-        """Write what a hook recorded before it failed."""
+        """Write the events that a hook recorded before it failed."""
         self.journal.commit()
 
     def _record_reset(self) -> None:
-        """Record that vLLM reset its own prefix cache only; log it the first time."""
+        """Record that vLLM reset its own prefix cache, but not kvledger's. Log a message the first time."""
         if not self._has_spared:
             self._has_spared = True
             self.journal.messages.info(
@@ -480,7 +485,7 @@ class SchedulerSide:
         self.request_reader.reset(self._requests)
 
     def _live(self, request: Request) -> Request:
-        """Return the request under its id in the log."""
+        """Return the request with its id in the log."""
         is_plain = self._requests.get(request.request_id) is request
         return request if is_plain else self.ids.of(request)
 
@@ -490,7 +495,7 @@ class SchedulerSide:
         self.journal.follow = self._cache_events.follow
 
     def take_events(self) -> Sequence[KVCacheEvent]:
-        """Return KV events since the last call; vLLM asks after it has processed a step's output."""
+        """Return the KV events since the last call. vLLM calls this after it has processed a step's output."""
         if self._cache_events is None:
             return _NO_EVENTS
         if self.journal.is_disabled:
@@ -498,15 +503,15 @@ class SchedulerSide:
         return self._cache_events.take(is_written=self.journal.is_whole)
 
     def take_stats(self) -> ConnectorStats | None:
-        """Return the figures since the last call."""
+        """Return how the figures have changed since the last call."""
         return self._stats.take()
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must step without requests, because a copy waits for a step or for its report."""
+        """Whether vLLM must run steps even without requests, because a copy waits for a step or for its report."""
         return self.journal.has_jobs
 
     def has_pending_block_frees(self) -> bool:
-        """Whether vLLM should wait a step for blocks about to be freed instead of preempting a request."""
+        """Whether vLLM should wait one step for blocks that are about to be freed, instead of preempting a request."""
         return self.journal.owed.is_freeing
 
     def shutdown(self) -> None:
@@ -522,7 +527,10 @@ class SchedulerSide:
 
 
 def _answer_among(decisions: Sequence[e.Event]) -> e.LookupAnswered | e.LookupDeferred | None:
-    """Return the answer to a lookup, after which extensions may have decided; None if the request was quarantined."""
+    """Return the answer to a lookup; None if the request was quarantined.
+
+    The answer need not be the last decision, because extensions may decide after it.
+    """
     for decision in reversed(decisions):
         if isinstance(decision, e.RequestQuarantined):
             return None

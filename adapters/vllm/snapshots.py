@@ -1,7 +1,8 @@
-"""Makes the snapshots of a log in a separate process, so that they do not slow the engine.
+"""Makes the snapshots of a log in a separate process, so that this does not slow the engine.
 
-Any process that can read the log can make its snapshots. The engine starts `adapters/snapshot_writer.py` once for each
-new segment, at a low priority. If a snapshot cannot be made, kvledger logs a warning and serves on.
+Any process that can read a log can make the log's snapshots. For each new segment, the engine starts
+`adapters/snapshot_writer.py` at a low priority. If a snapshot cannot be made, kvledger logs a warning and goes on
+serving requests.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from kvledger.lifecycle import Core, StateHandler
 from kvledger.storage.events import segments_without_snapshot
 
 _WRITER = "kvledger.adapters.snapshot_writer"
-"""Started by its name: it imports the tools, and this process imports none of them."""
+"""Module that makes snapshots. It runs in another process, because it imports kvledger's tools, which this process must
+not import."""
 _PRIORITIES = 19, 5
-"""Niceness if one segment lacks its snapshot, and if more do. With all cores busy, the lowest priority gets a hundredth
-of one, and retention waits for a snapshot only for a limited time."""
+"""Niceness of the process if one segment lacks a snapshot, and if several segments do. If all cores are busy, a process
+with the lowest priority gets only a hundredth of a core. Retention waits for a snapshot only for a limited time."""
 
 
 class SnapshotProcess:
-    """Starts the snapshot writer for logs that are written with one `Core`."""
+    """Starts the process that makes snapshots, for logs that are written with the same `Core`."""
 
     def __init__(self, core: Core) -> None:
         brought = {type(each) for each in _handlers(Core.standard().extended(*core.extensions))}

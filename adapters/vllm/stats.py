@@ -1,8 +1,8 @@
-"""The connector's figures on their way out of the engine core: differences since the last time, as plain data.
+"""Sends the connector's figures out of the engine core: their changes since the last time, as plain data.
 
-vLLM takes them in each step (`Scheduler.make_stats`, `vllm/v1/core/sched/scheduler.py`, 0.32) and sends them to the
-processes that serve `/metrics` and write a periodic log line. An idle engine takes no step and sends nothing, so an age
-is sent as a point in time. This module must not know Prometheus.
+vLLM takes the figures in each step (`Scheduler.make_stats`, `vllm/v1/core/sched/scheduler.py`, 0.32) and sends them to
+the processes that serve `/metrics` and write a periodic log line. An idle engine runs no step and sends nothing, so the
+time of the last write is sent instead of its age. This module must not know Prometheus.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 OF_LEDGER: Final = tuple(field.name for field in attrs.fields(Figures) if field.name not in LABELS)
 _of_ledger: Final[Callable[[Figures], tuple[int, ...]]] = attrgetter(*OF_LEDGER)
 _NS_BETWEEN_WRITES_SENT: Final = 1_000_000_000
-"""Least nanoseconds between two stats that differ only in the log's figures."""
+"""Smallest number of nanoseconds between two stats of which only the figures about the log differ."""
 
 
 class ConnectorStats(KVConnectorStats):
-    """Changes of one interval, and gauges: numbers and lists of numbers, which survive serialization.
+    """The changes of one interval and the values of the gauges: numbers and lists of numbers, which vLLM can serialize.
 
-    The list of a duration has the counts of all buckets (`DURATION_BOUNDS_NS`), then the sum of nanoseconds in each.
+    The list of a duration has the counts of all buckets (`DURATION_BOUNDS_NS`), and then the sums of nanoseconds of all
+    buckets.
     """
 
     def reset(self) -> None:
@@ -59,7 +60,7 @@ class ConnectorStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM's periodic log line shows; of durations the mean."""
+        """Return the figures for vLLM's periodic log line. A duration is shown as its mean in milliseconds."""
         shown: dict[str, int | float] = {}
         for name, value in self.data.items():
             if isinstance(value, list):
@@ -77,7 +78,7 @@ def _added(one: Any, other: Any) -> Any:
 
 
 class StatsSource:
-    """Takes the difference to the totals of the last call."""
+    """Computes how the figures have changed since the last call."""
 
     def __init__(self, side: SchedulerSide) -> None:
         self._side = side
@@ -92,7 +93,10 @@ class StatsSource:
         self._sent_ns = 0
 
     def take(self) -> ConnectorStats | None:
-        """Return the stats since the last call; None if nothing changed, or only the log and within a second."""
+        """Return the changes since the last call; None if nothing has changed.
+
+        Also None if only the figures about the log have changed and the last stats are less than a second old.
+        """
         journal, now_ns = self._side.journal, self._side.journal.now()
         is_new = journal.figures_changed or self._gauges["num_log_events_waiting"] > 0
         if not is_new and now_ns - self._sent_ns < _NS_BETWEEN_WRITES_SENT:
@@ -143,5 +147,5 @@ class StatsSource:
 
 
 def _written(log: OpenedLog) -> BacklogEventStore | None:
-    """The store; None if the log is in memory, so that nothing is written."""
+    """Return the store that writes the log to files; None if the log is in memory."""
     return log.store if isinstance(log.store, BacklogEventStore) else None

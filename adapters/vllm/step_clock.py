@@ -1,4 +1,4 @@
-"""Where a worker is in its step: the last copies it was given, the hook that vLLM called, what the worker did since."""
+"""Where a worker is in a step: which copies it was given last, which hook vLLM called, and a count of moments since."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvledger.lifecycle import Hook, Moment
 
 
 class StepClock:
-    """Moments of one worker, in order, without the machine's clock: two ranks that do the same have equal moments."""
+    """Counts the moments of one worker, without the machine's clock. Two ranks that do the same have equal moments."""
 
     def __init__(self) -> None:
         self._delivered = 0
@@ -14,9 +14,10 @@ class StepClock:
         self._number = 0
 
     def enter(self, hook: Hook, delivered: int) -> None:
-        """Record that vLLM calls a hook with the copies of the `EffectsDelivered` `delivered`; 0 if there are none.
+        """Record that vLLM calls a hook.
 
-        Steps do not go back: a copy with an earlier step's metadata begins in the present step.
+        `delivered` is the sequence number of the `EffectsDelivered` that records the copies of the hook's step; 0 if
+        the step has none. If it is from an earlier step, the clock stays in the present step.
         """
         self._hook = hook
         if delivered > self._delivered:

@@ -1,6 +1,6 @@
-"""Reads the span of a distributed trace that a request belongs to from the headers that vLLM passes on.
+"""Reads from a request's headers, which vLLM passes on, to which span of a distributed trace the request belongs.
 
-Nothing else of the headers is kept: `tracestate` may contain anything about the caller.
+kvledger keeps nothing else from the headers, because `tracestate` may contain anything about the caller.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _TRACEPARENT: Final = re.compile(
 
 
 def trace_parent(headers: Mapping[str, str] | None) -> bytes:
-    """Return the caller's span (W3C Trace Context): 16 bytes of the trace's id, then 8 of the span's; or nothing.
+    """Return the caller's span (W3C Trace Context): 16 bytes of the trace's id, then 8 bytes of the span's id.
 
-    Anything but exactly such a header counts as none, without an error: a client wrote it. `headers` are
-    `Request.trace_headers` (`vllm/v1/request.py`, 0.32): `traceparent` and `tracestate` of the caller, or None. vLLM's
-    server passes them on only with `--otlp-traces-endpoint`.
+    Empty if there is no valid header. An invalid header raises no error, because a client wrote it. `headers` are
+    `Request.trace_headers` (`vllm/v1/request.py`, 0.32): the caller's `traceparent` and `tracestate`, or None. vLLM's
+    server passes the headers on only with `--otlp-traces-endpoint`.
     """
     header = headers.get("traceparent") if isinstance(headers, Mapping) else None
     found = _TRACEPARENT.fullmatch(header.strip(" \t")) if isinstance(header, str) else None

@@ -1,4 +1,7 @@
-"""Reads the JSON object of `--kv-transfer-config` as vLLM does. kvledger's messages refuse what vLLM refuses."""
+"""Reads the JSON object of `--kv-transfer-config` as vLLM does.
+
+It refuses the same objects as vLLM, but with kvledger's messages.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def accepted(given: Mapping[str, Any], inside: str = "") -> KVTransferConfig:
-    """Return the object as vLLM reads it; `inside` is the key that contains it, if any.
+    """Return the object `given` as vLLM reads it. `inside` is the key that contains the object, if any.
 
     Raises:
-        ConfigurationError: names every wrong key, why, and what is allowed.
+        ConfigurationError: names every wrong key, why it is wrong, and what is allowed.
     """
     from vllm.config import KVTransferConfig
 
@@ -41,7 +44,7 @@ def refuse_unknown(transfer: KVTransferConfig, inside: str = "") -> None:
     """Refuse a connector that vLLM does not know by name and that has no module path.
 
     Raises:
-        ConfigurationError: with the nearest known name.
+        ConfigurationError: the connector is unknown. The error names the most similar known name.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -54,10 +57,12 @@ def refuse_unknown(transfer: KVTransferConfig, inside: str = "") -> None:
 
 
 def connectors(transfer: KVTransferConfig, inside: str = "") -> Iterator[KVTransferConfig]:
-    """Yield the connector, or the children of a `MultiConnector`; `inside` is the key that contains it, if any.
+    """Yield the connector's object, or the objects of a `MultiConnector`'s children.
+
+    `inside` is the key that contains the connector's object, if any.
 
     Raises:
-        ConfigurationError: no connector is named, or an unknown one.
+        ConfigurationError: no connector is named, a name is unknown, or the children are not a list of objects.
     """
     if not transfer.kv_connector:
         raise ConfigurationError(Refusal("no connector is named", 'write "KVLedgerConnector"', "kv_connector"))
@@ -69,7 +74,7 @@ def connectors(transfer: KVTransferConfig, inside: str = "") -> Iterator[KVTrans
     key = f"{inside}.kv_connector_extra_config.connectors" if inside else "kv_connector_extra_config.connectors"
     if not isinstance(children, list) or not all(isinstance(child, Mapping) for child in children):
         raise ConfigurationError(
-            Refusal("must be a list of objects", "write each as a connector of its own", key, children)
+            Refusal("must be a list of objects", "write one object, with kv_role, for each connector", key, children)
         )
     for number, child in enumerate(children):
         found = accepted(child, f"{key}.{number}")

@@ -1,6 +1,6 @@
 """Compares the blocks that each rank reports to vLLM as not filled with the loads that failed on that rank.
 
-This module is part of the edge: it decides nothing, and uses no code that answers the hooks.
+Like `edge.py`, which uses it, this module decides nothing and uses no code that answers the hooks.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from kvledger.lifecycle.events import Difference
 
 @attrs.frozen
 class _Reported:
-    """What a rank reported of the blocks of one load."""
+    """Which blocks of one load a rank reported to vLLM as not filled."""
 
     missing: frozenset[int]
-    """Blocks that the rank did not report."""
+    """Blocks of the load that the rank did not report as not filled."""
     extra: frozenset[int]
-    """Blocks that the rank reported and that only a failure of this load explains."""
+    """Blocks of the load that the rank reported as not filled, which only a failure of this load explains."""
 
 
 class UnfilledBlocks:
-    """The blocks that each rank has reported, of loads in flight that a step waits for.
+    """The blocks that each rank has reported as not filled, for loads in flight that a step waits for.
 
-    A rank reports a block once, with the output of the step that brought the load. The rank's report of the load may
+    A rank reports such a block one time, with the output of the load's step. The rank's report of the load itself may
     arrive later. vLLM merges the blocks of all ranks and of all children of `MultiConnector`, so each rank lists its
-    own blocks in its `StepReport`. A rank without that list is not checked.
+    own blocks in its `StepReport`. A rank without this list is not checked.
     """
 
     def __init__(self, differ: Callable[[Difference, int, str], None]) -> None:
@@ -48,7 +48,7 @@ class UnfilledBlocks:
         self._reported.pop(job_id, None)
 
     def compare(self, steps: Collection[StepReport], reports: Collection[JobReport]) -> None:
-        """Compare what arrives with one output of the workers."""
+        """Compare the unfilled blocks and the reports of copies that arrive with one output of the workers."""
         for step in steps:
             if step.unfilled is not None:
                 self._compare_step(step.delivered, step.rank, step.unfilled)

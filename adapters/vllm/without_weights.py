@@ -1,8 +1,9 @@
-"""The KV cache that vLLM would create for a model, from its `config.json`, without weights, memory or a device.
+"""Computes the KV cache that vLLM would create for a model, from the model's `config.json`.
 
-vLLM's own classes create it: the whole configuration, the model's layers on torch's device "meta", which holds no
-numbers, and their groups and pages (`v1/core/kv_cache_utils.py`, get_kv_cache_configs, 0.32). For several ranks, the
-cache of one is created, with attention heads divided as vLLM divides them.
+This needs no weights, no memory for the cache and no device. vLLM's own classes make the whole configuration, the
+model's layers, and their groups and pages (`v1/core/kv_cache_utils.py`, get_kv_cache_configs, 0.32). The layers are on
+torch's device "meta", which holds no numbers. For several ranks, the cache of one rank is computed, with attention
+heads divided as vLLM divides them.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
 
 _NUM_BLOCKS = 1 << 20
-"""Enough for any request. The real number is known once weights are loaded; the layout of a block does not depend on
-it, and nothing is allocated here."""
+"""Number of blocks, enough for any request. vLLM knows the real number only after it has loaded the weights. The layout
+of a block does not depend on the number, and nothing is allocated here."""
 _ENDLESS_BYTES = 1 << 50
 
 
 @attrs.frozen
 class ModelOptions:
-    """Options of vLLM that the layout of its KV cache depends on; None: vLLM's own default."""
+    """Options of vLLM that the layout of its KV cache depends on. None means vLLM's own default."""
 
     block_size: int | None = None
     tensor_parallel_size: int = 1
@@ -46,9 +47,10 @@ class ModelOptions:
 
 
 def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> VllmConfig:
-    """Return vLLM's configuration as `vllm serve` would make it here.
+    """Return the configuration that `vllm serve` would make on this machine.
 
-    Raises what vLLM raises; a value that vLLM refuses is a ConfigurationError in kvledger's words.
+    If vLLM refuses a value, this raises a ConfigurationError with kvledger's message. Other errors of vLLM are raised
+    unchanged.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm.config import KVTransferConfig
@@ -76,7 +78,7 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
 
 
 def in_words(error: BaseException) -> str:
-    """Return vLLM's error as one line, without what pydantic adds."""
+    """Return the text of vLLM's error as one line, without the text that pydantic adds."""
     if isinstance(error, pydantic.ValidationError):
         said = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
     else:
@@ -85,17 +87,17 @@ def in_words(error: BaseException) -> str:
 
 
 def platform() -> str:
-    """Return what vLLM would run on here, such as "cpu" or "cuda"; block sizes and kernels depend on it."""
+    """Return the platform that vLLM would use here, such as "cpu" or "cuda". Block sizes and kernels depend on it."""
     from vllm.platforms import current_platform
 
     return current_platform.device_type or "no device known to this vLLM"
 
 
 def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
-    """Return what each worker would be given, with an arbitrary number of blocks.
+    """Return the KV cache configuration that each worker would get, but with an arbitrary number of blocks.
 
     Raises:
-        ConfigurationError: the model's attention backends on this machine take no blocks of this size.
+        ConfigurationError: the model's attention backends on this machine do not support blocks of this size.
         Exception: whatever vLLM raises.
     """
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -115,10 +117,10 @@ def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
 
 
 def _refuse_kernels(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Run the checks that a worker makes of its attention kernels (`v1/worker/gpu_model_runner.py`, 0.32).
+    """Check the attention kernels as a worker does (`v1/worker/gpu_model_runner.py`, 0.32).
 
-    These are the block size (`v1/worker/utils.py`, prepare_kernel_block_sizes), and on CPU what each backend refuses at
-    setup; elsewhere setup allocates on the device.
+    The kernels must support the block size (`v1/worker/utils.py`, prepare_kernel_block_sizes). On CPU, each backend
+    also makes its own checks when it is set up. On other devices this is left out, because setup allocates memory.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -143,7 +145,7 @@ def _refuse_kernels(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def _block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Usual block sizes that the model's attention takes here, such as "32 or 64"; empty if none."""
+    """Return the usual block sizes that the model's attention supports here, such as "32 or 64"; empty if none."""
     from vllm.v1.kv_cache_interface import AttentionSpec
     from vllm.v1.worker.utils import select_common_block_size
 
@@ -164,7 +166,10 @@ def _block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
 
 
 def _attention_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[list[AttentionGroup]]:
-    """Divide groups by backend, as the model runner does (`v1/worker/gpu_model_runner.py`, initialize_attn_backend)."""
+    """Divide each KV cache group by attention backend, as the model runner does.
+
+    See `v1/worker/gpu_model_runner.py`, initialize_attn_backend.
+    """
     from vllm.v1.worker.utils import AttentionGroup
 
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
@@ -181,10 +186,11 @@ def _attention_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Ask the layers for specs, as the model runner does (`v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32).
+    """Return layer → KV cache spec, in the same way as vLLM's model runner.
 
-    The platform settles the block size first (`v1/executor/uniproc_executor.py`, 0.32): for kernels that take no other,
-    and so that pages of state and of attention are equal in hybrid models.
+    See `v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32. First, the platform may change the block size
+    (`v1/executor/uniproc_executor.py`, 0.32). Some kernels support only one size. In hybrid models, pages of state and
+    pages of attention must have the same size.
     """
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
@@ -218,9 +224,10 @@ def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 def _of_one_rank(spec: KVCacheSpec, num_ranks: int) -> KVCacheSpec:
-    """Divide heads among ranks; if there are fewer heads than ranks, several ranks hold the same.
+    """Return the spec of a layer on one rank, whose heads are divided among the ranks.
 
-    As `config/model.py`, get_num_kv_heads, 0.32. Latent attention has one head, and every rank holds all of it.
+    If there are fewer heads than ranks, several ranks hold the same head (`config/model.py`, get_num_kv_heads, 0.32).
+    Latent attention has one head, which every rank holds.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 

@@ -1,6 +1,6 @@
-"""Digests on a worker: of what a save is about to read, of what a slot held, of what a load has brought.
+"""Computes digests on a worker: of blocks before a save, of slots before a load, and of blocks after the load.
 
-A digest that cannot be computed is left out; no copy depends on one.
+A digest is a hash of a page's bytes. If it cannot be computed, it is left out, and the copy goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Numbers = tuple[int, ...]
 
 @attrs.define
 class _Found:
-    """Digests of one job, on their device until they are reported."""
+    """The digests of one job. They stay on the device that computed them until they are reported."""
 
     pages: _Numbers
     block_ids: _Numbers
@@ -33,7 +33,7 @@ class _Found:
 
 
 class WorkerDigests:
-    """Digests of one rank by job, from the job's start to its report."""
+    """Keeps the digests of each job of one rank, from the job's start to its report."""
 
     def __init__(self, digests: PageDigests) -> None:
         self._digests = digests
@@ -48,7 +48,7 @@ class WorkerDigests:
         self._make(job, lambda pages, block_ids, slots: _Found(pages, block_ids, None, self._digests.of_slots(slots)))
 
     def after_load(self, job_id: int) -> None:
-        """Digest what the load has brought, before any use."""
+        """Digest the blocks that the load has filled, before anything uses them."""
         found = self._found.get(job_id)
         if found is not None and found.stored is not None and found.digests is None:
             try:
@@ -58,7 +58,7 @@ class WorkerDigests:
                 self._not_made(job_id, error)
 
     def with_digests(self, reports: Iterable[JobReport]) -> list[JobReport]:
-        """Return the reports with the digests of copies that succeeded."""
+        """Return the reports, completed by the digests of jobs whose copies succeeded."""
         return [self._with_digests(report) for report in reports]
 
     def _with_digests(self, report: JobReport) -> JobReport:

@@ -1,6 +1,6 @@
-"""The worker's half: copies the pages of each step's jobs and reports every job exactly once.
+"""The worker's half of the connector: copies the pages of each step's jobs, and reports every job exactly once.
 
-The worker knows blocks and slots, not requests. The scheduler's side decides what a failed copy means.
+The worker knows blocks and slots, but not requests. The scheduler's side decides what follows from a failed copy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _Registered = TypeVar("_Registered")
 _Begin = Callable[[Sequence[PageJob], CopyEngine | None], PendingCopy]
 MAX_JOINED_BYTES = 16 << 20
-"""Bytes that one call copies for several saves, at most: few, so that no save waits long for another."""
+"""Largest number of bytes that one call copies for several saves. Small, so that no save waits long for another."""
 
 
 def describe_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockLayout:
@@ -57,10 +57,10 @@ def describe_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Bl
 
 
 class WorkerSide:
-    """Owns the copy engines and the host pool of one rank, or its share of the pool of all ranks.
+    """Owns the copy engines of one rank, and the rank's host pool or its share of a pool of all ranks.
 
-    With a shared pool each rank loads everything and saves only its own slots. A save is complete when every rank has
-    reported it, and no request loads its pages before (LOADABLE_AFTER_COMMIT).
+    If ranks share a pool, each rank loads all pages and saves only the pages of its own slots. A save is complete when
+    every rank has reported it. Before that, no request loads the save's pages (LOADABLE_AFTER_COMMIT).
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class WorkerSide:
         self._messages = messages.bind()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], *, is_alone: bool = True) -> None:
-        """Describe where every block's pages lie and allocate the pool. Called once, at start; may raise.
+        """Find out where every block's pages lie, and allocate the pool. vLLM calls this one time, at start. May raise.
 
-        Another connector may write blocks in an order that no stream of the device knows. Next to such a connector, the
-        worker waits for copies that must come first.
+        If `is_alone` is false, another connector may write blocks in an order that no stream of the device knows. The
+        CPU then waits for each copy on which later work depends.
         """
         if self._declined:
             self._start_to_report = WorkerStart(self._rank, 0, 0, copies_async=False, declined=self._declined)
@@ -131,12 +131,15 @@ class WorkerSide:
         )
 
     def enter(self, hook: Hook, jobs: StepJobs | None) -> None:
-        """Record that vLLM calls a hook, with the jobs of its step or None. Copies are recorded with that hook."""
+        """Record that vLLM calls `hook`, so that copies that begin now are recorded with this hook.
+
+        `jobs` are the jobs of the hook's step; None if the step has none.
+        """
         self._clock.enter(hook, 0 if jobs is None else jobs.delivered)
         self._bound = jobs
 
     def gave(self, ends: Ends) -> None:
-        """Keep the ends given to vLLM with this output, for the step's report."""
+        """Keep the ends that this output reports to vLLM, for the step's report."""
         self._ends = ends
 
     def gave_unfilled(self, block_ids: set[int]) -> None:
@@ -145,11 +148,11 @@ class WorkerSide:
             self._unfilled |= block_ids
 
     def before_forward(self, jobs: StepJobs) -> None:
-        """Copy out what the step may overwrite (`handle_preemptions`). A second call does nothing."""
+        """Save the blocks that the step may overwrite (`handle_preemptions`). A second call has no effect."""
         self._precede(jobs)
 
     def load(self, jobs: StepJobs) -> None:
-        """Copy in what the forward needs, and start the asynchronous loads (`start_load_kv`)."""
+        """Run the loads that the forward needs, and begin the asynchronous loads (`start_load_kv`)."""
         self._precede(jobs)  # in case no hook came before
         for job in self._not_begun(jobs.loads):
             if not self._copy((job,), self._begin_load):
@@ -158,10 +161,10 @@ class WorkerSide:
             self._start((job,), self._begin_load, self._async_engine)
 
     def save(self, jobs: StepJobs) -> None:
-        """Begin to copy out what has settled (`wait_for_save`), after everything that must come first.
+        """Begin the saves of settled chunks (`wait_for_save`), after the copies that must come first.
 
-        Not before the forward, because vLLM's prefix cache gives a request blocks that another request fills in this
-        very step.
+        These saves begin after the forward, because vLLM's prefix cache may give a request blocks that another request
+        fills in the same step.
         """
         self.load(jobs)
         for together in self._joined(jobs.saves):
@@ -170,12 +173,12 @@ class WorkerSide:
             self._start(together, self._begin_save, self._async_engine)
 
     def take_failed_block_ids(self) -> set[int]:
-        """Return blocks that were promised and not filled."""
+        """Return the blocks that a load had to fill but did not, since the last call."""
         failed, self._failed_block_ids = self._failed_block_ids, set()
         return failed
 
     def take_start(self) -> WorkerStart | None:
-        """Return what this rank has at start, once; then None."""
+        """Return the description of this rank's host pool in the first call, None in later calls."""
         start, self._start_to_report = self._start_to_report, None
         return start
 
@@ -190,7 +193,7 @@ class WorkerSide:
         return WorkerReports(tuple(reports), starts, steps) if reports or starts or steps else None
 
     def _take_step(self) -> tuple[StepReport, ...]:
-        """Report the step of this output, even without copies: the report reveals a copy that was never made."""
+        """Report this output's step even if it reports no copies, because this reveals copies that were never made."""
         jobs, self._bound = self._bound, None
         ends, self._ends = self._ends, Ends()
         unfilled, self._unfilled = self._unfilled, frozenset()
@@ -201,16 +204,16 @@ class WorkerSide:
         return (StepReport(delivered, self._rank, self._copies.under_way(), ends, unfilled),)
 
     def give_way(self) -> None:
-        """Let copying threads have the interpreter; the step computes nothing."""
+        """Let copying threads get the interpreter lock, in a step that computes nothing."""
         self._copies.give_way()
 
     def sleep(self) -> None:
-        """Finish copies in flight before the KV memory goes; until `wake` every copy is reported as failed."""
+        """Finish copies in flight before vLLM frees the KV memory. Until `wake`, new copies are reported as failed."""
         self._reports += self._copies.wait_for_all()
         self._sleeps = True
 
     def wake(self) -> None:
-        """Copy again: the KV memory is back at the same addresses, empty. The host pool was kept."""
+        """Allow copies again. The KV memory is back at the same addresses, but empty. The host pool was kept."""
         self._sleeps = False
 
     def close(self) -> None:
@@ -257,9 +260,10 @@ class WorkerSide:
         return fresh
 
     def _joined(self, saves: Sequence[PageJob]) -> Iterator[Sequence[PageJob]]:
-        """Yield saves to copy in one call and report together: a call costs more than the pages of a chunk.
+        """Yield groups of saves that are copied in one call and reported together.
 
-        Not all saves at once, because a request may wait for any of them.
+        Saves are joined because a call costs more than the pages of one chunk. A group is limited in size, because a
+        request may wait for any save in it.
         """
         together: list[PageJob] = []
         num_pages = 0
@@ -287,7 +291,7 @@ class WorkerSide:
                 self._start((job,), begin, engine)
 
     def _copy(self, jobs: Sequence[PageJob], begin: _Begin) -> bool:
-        """Copy before everything given to the device later; return whether no failure is known."""
+        """Begin a copy that the device finishes before any new work; return whether no failure is known."""
         num_before = len(self._reports)
         self._start(jobs, begin, self._engine)
         self._reports += self._copies.precede(_ids(jobs))

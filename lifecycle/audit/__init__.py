@@ -1,8 +1,8 @@
 """The audit: one checker per rule of `docs/invariants.md`, run over a stored log.
 
-The package is pure like the rest of the core: it takes events and returns violations. Checkers query a model of the
-audit's own (`model.py`) and cannot import the code that decides; an import contract and a test enforce this. Each
-checker states what it verifies and what it does not. `Core.not_checked` lists the rules that no checker can decide.
+The package is pure, as is the rest of the core: it takes events and returns violations. Checkers query the audit's own
+model (`model.py`). They cannot import the code that decides, which an import contract and a test enforce. Each checker
+states what it verifies and what it does not verify. `Core.not_checked` lists the rules that no checker can decide.
 """
 
 from kvledger.lifecycle.audit.audit import Audit
@@ -30,4 +30,4 @@ __all__ = [
 ]
 
 RECORDED = Recorded.rule
-"""Name of the rule that reports what the connector itself noticed and recorded."""
+"""Name of the rule that reports the violations and failed hooks that the connector itself recorded."""

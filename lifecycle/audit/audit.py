@@ -23,15 +23,15 @@ class Audit:
     """Audits the events of one log, in order.
 
     Args:
-        core: of the log.
-        configuration: as in the log's header.
-        checkers: makers of the checkers; default: those of all rules of the core.
-        keeps: whether a violation counts; default: all do.
+        core: the core for this log.
+        configuration: the configuration in the log's header.
+        checkers: functions that make the checkers; default: the checkers of all rules of the core.
+        keeps: violation → whether it counts; default: every violation counts.
         start: the state before the first event, if the audit begins in the middle of a log.
 
     Raises:
-        SnapshotError: `start` cannot be used.
-        NotResumable: likewise.
+        SnapshotError: `start.state` cannot be used.
+        NotResumable: `start.reader` cannot be used.
     """
 
     def __init__(
@@ -98,14 +98,15 @@ class Audit:
             self._replay.finish()
 
     def run(self, events: Iterable[SequencedEvent]) -> None:
-        """Take all events, then finish."""
+        """Audit all events, then call `finish`."""
         # Read in batches, so that an error while reading is not reported as an event that cannot be folded.
         self.run_frames(batches(events, _EVENTS_PER_BATCH))
 
     def run_frames(self, frames: Iterable[Iterable[SequencedEvent]], *, at: int | None = None) -> None:
-        """Take all events of all frames, or those up to sequence number `at`, then finish.
+        """Audit the events of all frames, or only the events up to sequence number `at`.
 
-        Without `at`, this reads all of `frames`, even after an event that cannot be folded.
+        `finish` is called after the last frame, but not if the frames go on after `at`. Without `at`, all of `frames`
+        is read, even after an event that cannot be folded.
         """
         for frame in frames:
             events = list(frame)
@@ -117,7 +118,10 @@ class Audit:
         self.finish()
 
     def take_frame(self, events: Iterable[SequencedEvent]) -> None:
-        """Take the next events: observations with all of their decisions. Reading them must not fail."""
+        """Audit the next events: each observation together with all decisions that it caused.
+
+        Iterating over `events` must not raise.
+        """
         if self.unfoldable is not None:
             return
         events = list(events)

@@ -1,8 +1,8 @@
 """Base class of all checkers.
 
-A checker checks one rule, event by event, in bounded memory: it forgets a request when the request is released. The
-audit's model contains each event before checkers see it. Checkers cannot reach projections or code that decides, and
-remember themselves what they need of earlier events.
+A checker checks one rule, event by event. Its memory is bounded, because it forgets a request when the request is
+released. The audit's model folds an event before checkers are called with it. Checkers cannot use projections or the
+code that decides. They remember what they need from earlier events.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from kvledger.lifecycle.reader.visitor import Visitor
 
 
 class Checker(Visitor[AuditModel]):
-    """Checks one rule in one audit. Its methods marked `@on(...)` look at events and call `broken`.
+    """Checks one rule in one audit. Methods marked `@on(...)` are called with events, and call `broken` for a breach.
 
-    They run in the order of their definition, those of a base class first. Most events break no rule, so a look must be
-    cheap.
+    The methods run in the order of their definition, and methods of a base class run first. Most events break no rule,
+    so these methods must be fast.
     """
 
     needs = tuple(EVERY_PART)
     rule: ClassVar[str]
     expects_own_evictions: ClassVar[bool] = False
-    """Whether the rule is off with an extension that chooses what is evicted last, which the log does not record."""
+    """Whether the rule is not checked with an extension that chooses which chunks are evicted last. The log does not
+    record that choice."""
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
@@ -35,19 +36,19 @@ class Checker(Visitor[AuditModel]):
         self.slots, self.chunks, self.tails, self.room = model.slots, model.chunks, model.tails, model.room
 
     def begin(self) -> None:
-        """Read from the model what is in flight, so that it raises no false alarm.
+        """Read from the model what is in flight, so that the checker reports no violation by mistake.
 
-        Called before the first event if the audit begins in the middle of a log, of which only the model knows the
-        beginning.
+        Called before the first event if the audit begins in the middle of a log. Only the model has the state from the
+        earlier events.
         """
 
     def broken(self, detail: str, *evidence: int, request_id: str | None = None) -> None:
-        """Report that the current event breaks the rule. Request and generation come from the event if it names them.
+        """Report that the current event breaks the rule. The violation gets the event's request and generation, if any.
 
         Args:
             detail: what is wrong, in words.
-            evidence: sequence numbers of earlier events that show it; zeros are left out.
-            request_id: the request concerned, if the event does not name it.
+            evidence: sequence numbers of earlier events that show the violation; zeros are left out.
+            request_id: id of the request concerned, if the event does not name the request.
         """
         moment, event = self.moment, self.moment.event
         if request_id is None:

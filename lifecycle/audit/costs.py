@@ -1,6 +1,6 @@
-"""The cost of loading and of computing a token, measured from the log, and when loads are therefore not offered.
+"""The costs of loading and of computing a token, measured from the log. They decide when no loads are offered.
 
-Fold this before the lives: it needs their states before a step.
+Fold this before the lives, because it needs the states of lives before a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEPS_IN_A_ROW = 8
 SAMPLES = range(8, 64 + 1)
 LOADS_AT_FIRST = 8
 GIVEN_UP, TAKEN_UP = Fraction(5, 4), Fraction(4, 5)
-"""Cost of loading divided by cost of computing above which loads stop, and below which they start again."""
+"""Cost of loading divided by cost of computing. Loads stop above the first ratio, and start again below the second."""
 STANDARD_ERRORS = 2
 TRIED_AFTER_NS = 10_000_000_000
 
@@ -29,13 +29,13 @@ class Measured(msgspec.Struct, forbid_unknown_fields=True):
     """Measurements so far. Times are in nanoseconds."""
 
     steps: list[tuple[int, int]] = []
-    """(tokens, time of scheduling) of consecutive steps."""
+    """(tokens, time of scheduling) of consecutive steps that are in no sample yet."""
     samples: list[tuple[int, int]] = []
-    """(tokens, duration) of the last runs of `STEPS_IN_A_ROW` steps."""
+    """(tokens, duration) of each measured run of `STEPS_IN_A_ROW` steps. Only the latest runs are kept."""
     loads: list[tuple[int, int]] = []
     """(tokens, duration) of loads since the costs were last compared."""
     issued: dict[int, tuple[int, bool]] = {}
-    """Job id of an unreported load → its tokens, and whether a step waits for it."""
+    """Job id of an unreported load → (tokens of the load, whether a step waits for the load)."""
     declined_until_ns: int | None = None
     """Time until which no load is offered; None if loads are offered."""
     is_slower: bool = False
@@ -51,7 +51,7 @@ class Costs:
 
     @property
     def is_slower(self) -> bool:
-        """Whether the last lookup must not be offered a load."""
+        """Whether the answer to the last lookup must not offer a load."""
         return self.state.is_slower
 
     @on(e.LookupRequested)
@@ -104,10 +104,11 @@ class Costs:
             self.state.loads = []
 
     def _is_surely_less(self, loading: Fraction) -> bool:
-        """Whether computing a token surely costs less than `loading`, in nanoseconds.
+        """Whether computing a token certainly costs less than `loading` nanoseconds.
 
-        Its cost is the slope of a least-squares fit of step times, and must be lower by more than `STANDARD_ERRORS`.
-        False if there are too few steps, or if their time does not grow with their tokens.
+        The cost of computing a token is the slope of a least-squares fit of durations over tokens. The slope must be
+        lower than `loading` by more than `STANDARD_ERRORS` standard errors. Returns False if there are too few samples,
+        or if durations do not grow with tokens.
         """
         if len(self.state.samples) not in SAMPLES:
             return False

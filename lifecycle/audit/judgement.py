@@ -13,7 +13,7 @@ from kvledger.lifecycle.events import Event
 
 @attrs.frozen
 class Unfoldable:
-    """An event that today's code cannot fold or check, so this code cannot have written the log."""
+    """An event that today's code cannot fold or check. Today's code can therefore not have written the log."""
 
     sequence: int
     event: Event
@@ -25,28 +25,28 @@ class Unfoldable:
 
 @attrs.frozen
 class Judgement:
-    """The result for a log, up to the first event that cannot be folded. Rules are in the order in which they run."""
+    """The findings about a log, up to the first event that cannot be folded. Rules are in the order of their checks."""
 
     num_events: int
-    """Number of events that the rules have looked at."""
+    """Number of events on which the rules were checked."""
     rules: Sequence[str]
     not_judged: Mapping[str, str]
-    """Rule of an extension → why it was not checked, or not on all of the log."""
+    """Rule of an extension → why the rule was not checked, or was checked on a part of the log only."""
     violations: Sequence[Violation]
-    """The first `MAX_VIOLATIONS`."""
+    """The first violations, at most `MAX_VIOLATIONS`."""
     num_violations: Mapping[str, int]
     """Rule → number of violations."""
     divergences: Divergences
     """Decisions that today's code makes differently from the log."""
     reference_differences: Divergences
-    """Events that the reference machine and the compiled table lead to different states."""
+    """Events after which the reference machine and the compiled table have different states."""
     num_unjudged: int
-    """Observations on which an extension may have decided whose code is missing."""
+    """Number of observations on which an extension whose code is missing may have decided."""
     unfoldable: Unfoldable | None = None
 
     @property
     def judged(self) -> list[str]:
-        """The rules that were checked on everything that was taken."""
+        """The rules that were checked on all of these events."""
         return [rule for rule in self.rules if rule not in self.not_judged]
 
     @property

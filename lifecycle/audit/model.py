@@ -1,4 +1,4 @@
-"""The model that rules query: the reader's, and the parts that only rules need."""
+"""The state that rules query: the reader's model, and the parts that only rules need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvledger.lifecycle.reader.stored import StoredState
 
 
 class AuditModel(Model):
-    """Contains an event before any checker is called with it."""
+    """The reader's model, and the parts that only rules need. It folds an event before checkers are called with it."""
 
     def __init__(self, tables: machine.Tables, configuration: LedgerConfiguration, violations: Violations) -> None:
         super().__init__(tables, configuration)
@@ -30,7 +30,7 @@ class AuditModel(Model):
         self.costs = Costs(self.lives, self.moment)
 
     def reporting_to(self, violations: Violations) -> Self:
-        """Return the same model for a checker whose findings are filtered before they count."""
+        """Return a copy that shares all parts with this model, but collects violations in `violations`."""
         model = copy(self)
         model.violations = violations
         return model
@@ -47,20 +47,27 @@ class AuditModel(Model):
         self.costs.state = stored["costs"].state_for(self.costs, Measured, trusts_other_code=trusts_other_code)
 
     def parts(self) -> Mapping[str, object]:
-        """Name → part, in folding order. Costs need the states before a step, the room needs all other parts."""
+        """Name → part, in the order in which the parts fold an event.
+
+        Costs come first, because they need the states of lives before a step. The room comes last, because it needs all
+        other parts.
+        """
         return {"costs": self.costs, **super().parts(), "room": self.room}
 
     def is_slower_to_load(self, answer: e.LookupAnswered, num_usable_tokens: int) -> bool:
-        """Whether the answer must offer none of the usable tokens, because computing them costs less."""
+        """Whether the answer must offer no tokens, because computing the usable ones costs less than loading them."""
         is_more = min(num_usable_tokens, answer.num_tokens - 1) > answer.num_computed_tokens
         return is_more and self.costs.is_slower and not self.configuration.offers_slow_loads
 
     def longest_seen(self, life: Life, num_tokens: int) -> int:
-        """Return the longest prefix, up to `num_tokens`, with all stored that the next token's windows see."""
+        """Return the length of the longest prefix that a load can bring, at most `num_tokens`.
+
+        All pages that the windows of the token after the prefix see must be stored.
+        """
         layout, chunks, tail = self.layout, self.chunks, self.tails.saved(life)
 
         def is_stored(page: int, end_token: int) -> bool:
-            # The chunk that contains the last of these tokens in the page has a long enough image of the page.
+            # The slots of the chunk with the page's last needed token hold all needed tokens of the page.
             last_token = min(end_token, layout.tokens_of_page(page).stop) - 1
             (chunk,) = layout.chunks_of(range(last_token, last_token + 1))
             slots = chunks.slots_of(life.keys[chunk]) if chunk < len(life.keys) else None

@@ -1,7 +1,7 @@
-"""Rules of extensions: checked like all others until their code raises.
+"""Rules of extensions: checked like all other rules until code of their extension raises.
 
-If an extension's checker raises, or its extension is stopped, only that rule stays unjudged. This module must not know
-what the rule is about.
+If an extension's checker raises, its rule is not judged any more. If the extension is stopped, none of its rules is
+judged any more. All other rules are checked as usual. This module must not know what a rule is about.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class RuleOfExtension(Checker):
         super().__init__(model)
         self.rule = rule  # type: ignore[misc]
         self.not_judged = ""
-        """Why the log, or the rest of it, could not be judged; empty if it could."""
+        """Why the rule was not judged on the log, or on the rest of the log; empty if it was judged."""
         self._extension = extension
         self._payload_of = payload_of
         self._found = Violations()
         self._checker = self._run(lambda: make(model.reporting_to(self._found)))
 
     def visits(self) -> Visits:
-        """Return those of the extension's checker. None of them runs after one has raised."""
+        """Return the visits of the extension's checker. After one of its methods has raised, none of them runs."""
         checks = self._run(self._checks_of_events) or ()
         return [*super().visits(), *((event_class, self._guarded(check)) for event_class, check in checks)]
 
@@ -72,7 +72,7 @@ class RuleOfExtension(Checker):
                 _call(check, payload)
 
     def begin(self) -> None:
-        """Begin in the middle of a log, unless the extension was stopped before."""
+        """Begin in the middle of a log. If the extension was stopped before, its rule is not judged."""
         checker = self._checker
         if self._extension in self.lives.stopped_extensions:
             self.not_judged = f"its extension was stopped at event {self.lives.stopped_extensions[self._extension]}"

@@ -1,8 +1,8 @@
 """Which chunks may leave the host pool, in which order, and which have to stay.
 
-The order is that of a list of chunks in which each use moves a whole prefix to the end, the first chunk of the prompt
-last. In such a list each save of a long request would move its whole prompt. Therefore `Room` stores a list of uses,
-and the last use of each chunk.
+Imagine a list of all chunks in which the first chunk is evicted first. Each use moves a whole prefix to the end of the
+list, so that the first chunk of the prompt becomes the last chunk of the list. With such a list, each save of a long
+request would move its whole prompt. `Room` therefore stores a list of uses, and the last use of each chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvledger.lifecycle.reader.records import Prefix
 
 
 class StoredRoom(msgspec.Struct, forbid_unknown_fields=True):
-    """State of the room as plain values. A use is named by its index in `uses`."""
+    """State of `Room`, as plain values. Other fields refer to a use by its index in `uses`."""
 
     uses: list[tuple[StoredPrefix, int, int]]
     """(prefix, `_Use.num_taken`, `_Use.num_missing`) of each use."""
@@ -36,26 +36,27 @@ class StoredRoom(msgspec.Struct, forbid_unknown_fields=True):
 
 @attrs.define(eq=False)
 class _Use:
-    """The last use of those chunks of a prefix that no later use covers."""
+    """A use of a prefix. It is the last use of those chunks of the prefix that no later use covers."""
 
     ordinal: int
-    """Ordinal of the life whose prefix it is."""
+    """Ordinal of the life that has the prefix."""
     keys: Sequence[bytes]
     num_chunks: int = 0
-    """Chunks of the prefix, without those at its end that are not in the pool."""
+    """Number of chunks of the prefix, without the chunks at its end that are not in the pool."""
     num_taken: int = 0
-    """Number of leading chunks that include all that a later use covers."""
+    """All chunks of the prefix that a later use covers are among its first `num_taken` chunks."""
     num_missing: int = 0
-    """Number of leading chunks that include all that are not in the pool. Saves of other lives may add those."""
+    """All chunks of the prefix that are not in the pool are among its first `num_missing` chunks. Saves of other lives
+    may add these chunks."""
     num_last: int = 0
-    """Number of chunks in the pool whose last use this is."""
+    """Number of chunks in the pool that have this use as their last one."""
 
 
 class Room:
-    """Order of the chunks in the pool. Fold this after the answers, the copies and the chunks.
+    """Order in which chunks leave the pool. Fold this after the answers, the copies and the chunks.
 
-    A prefix is held by a pending answer that promised it, a preempted request that waits for it, and a copy in flight
-    that reads it or adds its last chunk. The end of each is a use.
+    A prefix is held by each pending answer that promised it, by each preempted request that waits for it, and by each
+    copy in flight that reads it or adds its last chunk. The end of such a hold is a use of the prefix.
     """
 
     def __init__(self, lives: Lives, copies: Copies, chunks: Chunks, answers: Answers, moment: Moment) -> None:
@@ -63,25 +64,29 @@ class Room:
         self._moment = moment
         self._chunk_size = answers.chunk_size
         self._order: OrderedDict[_Use, None] = OrderedDict()
-        """Uses, least recent first. Uses of held chunks are removed when found; the end of the hold is a new use."""
+        """Uses, least recent first. A use of held chunks is removed when found; the end of the hold is a new use."""
         self._last_use: dict[bytes, _Use] = {}
         """Chunk in the pool → its last use."""
         self._use_of: dict[int, _Use] = {}
-        """Ordinal → the life's last use, while it is the last use of any chunk."""
+        """Ordinal → the life's last use, as long as that is the last use of at least one chunk."""
         self.out_of_turn: list[tuple[bytes, bytes | None]] = []
-        """Chunks that the last eviction evicted too early, each with the chunk that was due, if any."""
+        """(key of a chunk that the last `chunks.evicted` evicted too early, key of the chunk that had to leave before
+        it; None if no chunk could)."""
 
     def held(self) -> Iterator[Prefix]:
-        """Yield the prefixes that no save may evict."""
+        """Yield the prefixes from which no save may evict a chunk."""
         yield from self._answers.prefixes()
         yield from self._copies.prefixes()
 
     def relied_on(self) -> frozenset[bytes]:
-        """Return every chunk of the held prefixes."""
+        """Return the keys of all chunks of the held prefixes."""
         return frozenset().union(*(prefix.key_set for prefix in self.held()))
 
     def own_beginning(self, ordinal: int) -> Prefix:
-        """Return the chunks that a save of this life must not evict: its settled ones, or all if not known."""
+        """Return the chunks of this life that its own saves must not evict.
+
+        These are its settled chunks, or all of its chunks if the number of settled tokens is not known.
+        """
         life = self._lives.of(ordinal)
         if life is None:
             return Prefix.of(None, 0)
@@ -152,8 +157,9 @@ class Room:
         """Make the prefix the most recently used one.
 
         Args:
-            prefix: what is used.
-            new_from: the first chunk that may have entered the pool since the life's last use.
+            prefix: the prefix that is used.
+            new_from: number of the first chunk that may have entered the pool since the life's last use; default: the
+                first chunk after that use.
         """
         use = self._use_of.get(prefix.ordinal)
         if use is None or use.keys is not prefix.keys or use.num_chunks > prefix.num_chunks:
@@ -174,7 +180,7 @@ class Room:
             self._order.move_to_end(use)
 
     def _claim(self, use: _Use, chunks: range, *, are_new: bool = False) -> None:
-        """Make this the last use of these chunks of its prefix, if they are in the pool."""
+        """Make `use` the last use of these chunks of its prefix, except chunks that are not in the pool."""
         keys = use.keys[chunks.start : chunks.stop]
         uses = dict(zip(map(self._last_use.get, keys), chunks, strict=True))  # last use → its last chunk
         if are_new or not uses.keys() <= {use, None}:
@@ -239,7 +245,7 @@ class Room:
                 self._remove(key)
 
     def _oldest(self, held: Sequence[Prefix], own: Prefix) -> bytes | None:
-        """Return the least recently used chunk that may leave."""
+        """Return the least recently used chunk that may leave; None if no chunk may."""
         needed: list[_Use] = []
         oldest = None
         for use in self._order:
@@ -255,7 +261,7 @@ class Room:
         return oldest
 
     def _last_chunk(self, use: _Use) -> tuple[int, bytes]:
-        """Return the last chunk whose last use this is, and its key."""
+        """Return the number and the key of the last chunk that has `use` as its last use."""
         while self._last_use.get(use.keys[use.num_chunks - 1]) is not use:
             use.num_chunks -= 1
         return use.num_chunks - 1, use.keys[use.num_chunks - 1]

@@ -13,12 +13,12 @@ MakeChecker = Callable[[AuditModel], Checker]
 
 
 class RuleChecks:
-    """Folds the audit's model and calls each checker with each event. Checkers add to the model's violations.
+    """Folds each event into the audit's model, then calls the checkers. They report to the model's `violations`.
 
     Args:
-        model: in its state before the first event.
-        checkers: makers of the checkers, which look at each event in this order.
-        begins_late: whether the audit begins in the middle of a log. `model` must then contain the state from
+        model: the model, in its state before the first event.
+        checkers: functions that make the checkers. The checkers are called in this order.
+        begins_late: whether the audit begins in the middle of a log. If so, `model` must contain the state from
             the earlier events.
     """
 
@@ -37,9 +37,9 @@ class RuleChecks:
         return self._reader.num_events
 
     def take(self, events: Iterable[tuple[int, Event]]) -> None:
-        """Look at the next events, in the order of the log.
+        """Check the rules on the next events, in the order of the log.
 
         Raises:
-            Exception: raised by a fold or a check at the event in `moment`. Take no more events then.
+            Exception: a fold or a check raised it at the event in `moment`. Check no more events after that.
         """
         self._reader.take(events)

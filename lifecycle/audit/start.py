@@ -1,6 +1,7 @@
-"""The state that an audit needs to begin in the middle of a log: the live state, and the reader's.
+"""The state that an audit needs to begin in the middle of a log.
 
-Each half of the audit continues from its own. The audit trusts both states and judges only later events.
+It consists of two states. The replay continues from the state of the projections, the rules continue from the state of
+the reader's model. The audit trusts both states and judges only later events.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from kvledger.lifecycle.snapshots import capture, restore
 
 @attrs.frozen
 class Start:
-    """State after an event, as bytes. Each audit that begins here makes its own objects of it."""
+    """State after an event, as bytes. Each audit that begins at this event restores its own objects from the bytes."""
 
     state: bytes
     """State of the projections, see `snapshots.capture`."""
     reader: bytes
     """State of the audit's model, see `Reader.capture`."""
     trusts_other_code: bool = False
-    """Whether other code may have computed `reader`."""
+    """Whether `reader` is accepted even if another version of the code computed it."""
 
     def projections(self, core: Core, configuration: LedgerConfiguration) -> Projections:
-        """Return the live state. Raises `SnapshotError` if it cannot be used."""
+        """Return the projections in the stored state. Raises `SnapshotError` if `state` cannot be used."""
         return restore(core, self.state, configuration)
 
     def resume(self, model: Model, core: Core) -> None:
-        """Restore a model that has seen no event. Raises `NotResumable` if the state cannot be used."""
+        """Restore the stored state into a model without events. Raises `NotResumable` if `reader` cannot be used."""
         Reader(model, ()).resume(self.reader, core.fingerprint(), trusts_other_code=self.trusts_other_code)
 
 
 class StartFolds:
-    """Folds a log into both states, so that an audit can begin after any event.
+    """Folds a log into the projections and the reader's model, so that an audit can begin after any event.
 
     Args:
-        core: of the log.
-        configuration: as in the log's header.
-        start: the state before the first event; default: the log begins here.
+        core: the core for this log.
+        configuration: the configuration in the log's header.
+        start: the state before the first event; None if the first event is the first one of the log.
 
     Raises:
-        SnapshotError: `start` cannot be used.
-        NotResumable: likewise.
+        SnapshotError: `start.state` cannot be used.
+        NotResumable: `start.reader` cannot be used.
     """
 
     def __init__(self, core: Core, configuration: LedgerConfiguration, start: Start | None = None) -> None:
@@ -63,13 +64,13 @@ class StartFolds:
             start.resume(self.model, core)
         self._reader = Reader(self.model, (), needs=EVERY_PART)
         self.current: SequencedEvent | None = None
-        """The event that was folded last, or whose fold raised."""
+        """The event that was folded last, or the event whose fold raised."""
 
     def take(self, events: Iterable[SequencedEvent]) -> None:
-        """Fold the next events: observations with all of their decisions.
+        """Fold the next events: each observation together with all decisions that it caused.
 
         Raises:
-            Exception: raised by a fold at the event in `current`. Take no more events then.
+            Exception: a fold raised it at the event in `current`. Fold no more events after that.
         """
         events = list(events)
         for self.current in events:
@@ -84,5 +85,5 @@ class StartFolds:
             raise
 
     def start(self) -> Start:
-        """Return the state. Call this only if the next event is an observation."""
+        """Return the state after the events so far. Call this only if the next event is an observation."""
         return Start(capture(self.projections), self._reader.capture(self._core.fingerprint()))

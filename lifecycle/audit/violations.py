@@ -8,19 +8,19 @@ from collections.abc import Callable
 import attrs
 
 MAX_VIOLATIONS = 1000
-"""Number of violations that are kept; all are counted."""
+"""Number of violations that are kept. Further violations are only counted."""
 
 
 @attrs.frozen
 class Violation:
-    """A rule that the log breaks at `sequence`."""
+    """One breach of a rule, at event `sequence` of the log."""
 
     rule: str
     sequence: int
     request_id: str
-    """Empty if the event belongs to no single request."""
+    """Empty if the violation concerns no single request."""
     generation: int | None
-    """Generation of the event, or else of the request; None if neither is known."""
+    """Generation that the event names, else the present generation of the request; None if neither is known."""
     detail: str
     evidence: tuple[int, ...]
     """Sequence numbers of earlier events that show the violation."""
@@ -28,11 +28,11 @@ class Violation:
     ordinal: int | None
     """Ordinal of the life concerned; None if not known, or if no single request is concerned."""
     cause: int
-    """Sequence number of the observation at which the rule is broken: the event, or the cause of the decision."""
+    """Sequence number of the observation at which the rule is broken: of the event itself, or of a decision's cause."""
 
 
 class Violations:
-    """All violations, or those for which `keeps` returns True."""
+    """Collects violations: all of them, or those for which `keeps` returns True."""
 
     def __init__(self, keeps: Callable[[Violation], bool] | None = None) -> None:
         self._keeps = keeps

@@ -1,6 +1,7 @@
 """Decides whether to load when a request gets blocks, and which slots to load into which blocks.
 
-`num_external_tokens` of the allocation is what the scheduler accepts: at most what was answered, possibly 0.
+`num_external_tokens` of the allocation is the number of tokens that the scheduler claims: at most the offered number,
+possibly 0.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from kvledger.lifecycle.turn import Turn
 
 
 def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
-    """Issue the load that the allocation accepts, or record why it cannot be delivered."""
+    """Issue the load of the tokens that the allocation claims, or record why they cannot be loaded."""
     if not event.num_external_tokens:
         return
     request, projections = turn.record, turn.projections
     answer = request.claimed
     if answer is None or answer.generation != request.generation:
-        _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, "tokens were claimed that no lookup answered")
+        _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, "tokens were claimed that no lookup had offered")
         return
     if event.num_external_tokens > answer.num_external_tokens:
-        detail = f"{event.num_external_tokens} tokens were claimed, {answer.num_external_tokens} had been answered"
+        detail = f"{event.num_external_tokens} tokens were claimed, but {answer.num_external_tokens} had been offered"
         _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, detail)
         return
     first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens
     end_token = first_token + num_tokens
     pages = projections.geometry.pages_spanning(first_token, num_tokens)
     if first_token < 0 or pages.stop > len(event.block_ids):
-        detail = f"tokens to {end_token} need {pages.stop} blocks, {len(event.block_ids)} were given"
+        detail = f"tokens up to {end_token} need {pages.stop} blocks, but {len(event.block_ids)} were given"
         _refuse(turn, Rule.TABLE_EQ, detail)
         return
     block_ids = event.block_ids[pages.start : pages.stop]
@@ -63,7 +64,7 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
 def _slots_of(pages: range, end_token: int, request: RequestRecord, projections: Projections) -> tuple[int, ...] | None:
     """Return the slot with the longest image of each page; None if a page is not stored.
 
-    Use whole chunks if they reach the end of the load, else the chunks before the tail, and the tail.
+    Use whole chunks if they reach the end of the load. Otherwise use the chunks before the tail, and then the tail.
     """
     slots = _slots_of_chunks(pages, end_token, request, projections)
     tail = request.tail

@@ -1,22 +1,23 @@
-"""Answers how many tokens can be loaded when the scheduler asks.
+"""Answers lookups: the scheduler asks how many tokens can be loaded.
 
-Lookups are pure: any number of them has the effect of one. The hit may come from the lookup cache. The answer never
-does: it is computed for the `num_computed_tokens` of this very call.
+Any number of lookups in a row has the effect of one lookup. The hit may come from the lookup cache, but the answer is
+always computed again, for the `num_computed_tokens` of the present call.
 
-Instead of a number, the answer may be "ask again", at most `max_deferred_lookups` times in a row, for two reasons:
+Instead of a number, the answer may be "ask again later". A lookup is deferred at most `max_deferred_lookups` times in a
+row, for one of two reasons:
 
-- A copy in flight brings more: a save or, with windows, any other request's load.
-- Another request loads the same chunks, and vLLM's prefix cache shares the blocks afterwards. Waiting for one such load
-  counts as one deferral. Loading the chunks twice would fill the device with copies (vllm#29087).
+- A save in flight will extend the hit. With windows, the lookup also waits for any load of another request.
+- Another request loads the same chunks, and vLLM's prefix cache shares the blocks afterwards. All deferrals for one
+  such load count as one. Loading the chunks twice would fill the device with copies (vllm#29087).
 
 Three limits exist only because of vLLM 0.32:
 
-- After a failed load, a request computes first (`_inflight_prefill_reserved_blocks` and `kv_holding_waiting` in
-  `v1/core/sched/scheduler.py`).
+- After a failed load, a request must compute tokens before it is offered another load
+  (`_inflight_prefill_reserved_blocks` and `kv_holding_waiting` in `v1/core/sched/scheduler.py`).
 - With windows, only one load runs at a time.
 - With several groups of layers, loads are asynchronous (`_handle_invalid_blocks`, same file).
 
-The adapter must not lower answers instead, because the log would not contain what vLLM got.
+The adapter must not apply these limits to an answer, because the log would then not contain the answer that vLLM got.
 """
 
 from __future__ import annotations
@@ -37,32 +38,33 @@ from kvledger.lifecycle.turn import Turn
 
 
 class _Awaited(msgspec.Struct, frozen=True, gc=False):
-    """A copy in flight, after which the host pool or vLLM's prefix cache reaches to `end_token`."""
+    """A copy in flight that will bring tokens up to `end_token` into the host pool or into vLLM's prefix cache."""
 
     job_id: int
     end_token: int
 
 
 class _Hit(msgspec.Struct, frozen=True):
-    """How far the host pool reaches, how far the request may load, and the copy that would let it load more."""
+    """Which tokens of a request are in the host pool, and which of these the request may load."""
 
     num_tokens: int
-    """Tokens in the host pool, counted from token 0."""
+    """Number of tokens in the host pool, from token 0 on without a gap."""
     end_token: int
-    """Where a load may end: at most at `num_tokens`, and before the last token, which must be computed."""
+    """Token at which a load must end: at most `num_tokens`, and before the last token, which must be computed."""
     reason: MissReason
-    """Why the request may not load more."""
+    """Why the request may not load more tokens."""
     awaited: _Awaited | None = None
+    """The copy in flight after which the request could load more tokens; None if there is none."""
 
 
 _VALUE_OF = {reason: reason.value for reason in MissReason}
-"""`Enum.value` is slow."""
+"""Reason → its value, because `Enum.value` is slow."""
 
 
 def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -> e.LookupAnswered | e.LookupDeferred:
-    """Answer with the usable hit beyond what is computed, or ask the scheduler to ask again.
+    """Return the answer, with the tokens that the request can load after its computed tokens, or defer the lookup.
 
-    With `awaits_saves`, the request waits for saves in flight that bring more.
+    With `awaits_saves`, the lookup is deferred while a save in flight will let the request load more tokens.
     """
     request, projections, num_computed_tokens = turn.record, turn.projections, event.num_computed_tokens
     has_windows = projections.geometry.windows.has_any
@@ -87,7 +89,7 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
 
 
 def _deferred(turn: Turn, event: e.LookupRequested, job_id: int, *, is_shared: bool) -> e.LookupDeferred | None:
-    """Defer the lookup until the copy is over; None if it was deferred as often as allowed."""
+    """Return the decision to defer the lookup because of this copy; None if it was deferred as often as allowed."""
     num_deferred = turn.record.next_deferral(job_id, is_shared=is_shared)
     if num_deferred > turn.projections.configuration.max_deferred_lookups:
         return None
@@ -96,7 +98,7 @@ def _deferred(turn: Turn, event: e.LookupRequested, job_id: int, *, is_shared: b
 
 
 def _answered(turn: Turn, event: e.LookupRequested, hit: _Hit, end_token: int) -> e.LookupAnswered:
-    """Answer that the tokens from the computed ones to `end_token` can be loaded."""
+    """Return the answer that the tokens after the computed ones, up to `end_token`, can be loaded."""
     request, configuration = turn.record, turn.projections.configuration
     num_external_tokens, is_async = 0, False
     # Whole pages are loaded, so a load must start on a block boundary. vLLM's own hits end on one
@@ -125,7 +127,7 @@ def _answered(turn: Turn, event: e.LookupRequested, hit: _Hit, end_token: int) -
 
 
 def _find_hit(event: e.LookupRequested, request: RequestRecord, projections: Projections) -> _Hit:
-    """Find the saved chunks of the request, and its tail."""
+    """Return the hit of the request's saved chunks and its tail."""
     num_chunks = projections.lookup_cache.num_hit_chunks(request)
     num_tokens = num_chunks * projections.configuration.chunk_size
     end_token = min(num_tokens, event.num_tokens - 1)
@@ -148,7 +150,10 @@ def _hit_before(key: bytes, num_tokens: int, end_token: int, projections: Projec
 
 
 def _with_tail(tail: Tail, hit: _Hit, event: e.LookupRequested) -> _Hit:
-    """Add the tail, which only the request itself may load, if it follows the chunks of the hit."""
+    """Extend the hit by the request's tail, if the tail follows the chunks of the hit.
+
+    If the tail or a chunk before it is being saved, let the hit wait for that save.
+    """
     if tail.first_token > hit.num_tokens and hit.awaited is not None:
         # The chunks before the tail are being saved. After that, the tail is saved too, or still being saved.
         return replace(hit, awaited=_Awaited(hit.awaited.job_id, max(hit.awaited.end_token, tail.end_token)))
@@ -187,7 +192,7 @@ def _unusable(hit: _Hit, reason: MissReason) -> _Hit:
 
 
 def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections) -> _Hit:
-    """End a load where everything that the next token sees is stored."""
+    """Shorten the hit, so that a load ends where every page that the next token sees is stored."""
     end_token = last_boundary(hit.end_token, request, projections)
     if end_token == hit.end_token:
         return hit
@@ -201,11 +206,11 @@ def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections)
 
 
 def _load_of_another(request: RequestRecord, projections: Projections) -> Copy | None:
-    """Return another request's load that is in flight. With windows, no load begins before that load is over.
+    """Return another request's load that is in flight, or None. With windows, no load begins before that load is over.
 
-    vLLM 0.32 underestimates the blocks that a loaded request still needs: it counts the null blocks of its windows as
-    blocks (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several such requests could hold the
-    whole pool and wait for one another forever.
+    vLLM 0.32 underestimates the blocks that a request needs after a load: it counts the null blocks of the request's
+    windows as blocks (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several such requests
+    could hold all blocks of the device and wait for one another forever.
     """
     loads = (job for job in projections.jobs if job.kind is CopyKind.LOAD and job.ordinal != request.ordinal)
     return next(loads, None)
@@ -216,15 +221,16 @@ def shared_load(
 ) -> Copy | None:
     """Return another request's load that brings blocks which this request would load, or None.
 
-    A burst of requests with one long prefix would load the prefix once per request and fill the device with copies
-    (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load when the load has ended
-    (`v1/core/sched/scheduler.py`, 0.32, `_update_waiting_for_remote_kv`). It shares the blocks of a load within the
-    step at once, so no request has to wait for these.
+    Without this, a burst of requests with the same long prefix would load the prefix once per request and fill the
+    device with copies (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load when the load has
+    ended (`v1/core/sched/scheduler.py`, 0.32, `_update_waiting_for_remote_kv`). It shares the blocks of a load within
+    the step at once, so no request has to wait for such a load.
 
-    A short common beginning counts too. Without sharing, each conversation of a burst holds its own system prompt, and
-    a burst that fits without a connector causes preemptions.
+    A load of a short common prefix is shared too. Without sharing, each conversation of a burst holds its own copy of
+    the system prompt. A burst that fits on the device without a connector would then cause preemptions.
 
-    `end_token` is where the request's own load would end. vLLM has `num_computed_tokens` of its tokens now.
+    `end_token` is the token at which the request's own load would end. vLLM has `num_computed_tokens` tokens of the
+    request now.
     """
     if not projections.configuration.awaits_shared_loads:
         return None
@@ -238,7 +244,7 @@ def shared_load(
 
 
 def _will_be_shared(load: Copy, projections: Projections) -> bool:
-    """Whether the load's blocks will be in vLLM's prefix cache, as far as is known."""
+    """Whether the load's blocks will be in vLLM's prefix cache, as far as kvledger knows."""
     owner = projections.tracker.of(load.ordinal)
     return (
         not load.ranks_failed
@@ -250,7 +256,7 @@ def _will_be_shared(load: Copy, projections: Projections) -> bool:
 
 
 def _shared_end(load: Copy, num_computed_tokens: int, request: RequestRecord, projections: Projections) -> int:
-    """Return the number of tokens up to which the load helps the request, in whole blocks; 0 if it does not help."""
+    """Return up to which token, in whole blocks, the load brings tokens that the request would load; 0 if none."""
     geometry, keys = projections.geometry, request.keys
     first = num_computed_tokens // geometry.chunk_size
     if not load.chunks or load.chunks[0] > first:

@@ -1,6 +1,7 @@
-"""Decides what follows when a step schedules a request, or a worker reports a copy.
+"""Makes the decisions that follow when a step schedules a request, or when workers report a copy.
 
-A settled load lets its request make progress. After its last settled copy, a finished request is released.
+When a load is settled, its request can make progress. When the last copy of a finished request is settled, the request
+is released.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvledger.lifecycle.turn import EngineTurn, Turn
 
 
 def report_progress(turn: Turn) -> None:
-    """Record the progress of the prefill, unless nothing is computed or the load has not arrived."""
+    """Record the progress of the prefill, unless no token is computed or the request's load has not arrived."""
     request = turn.record
     num_computed_tokens = turn.projections.tracker.num_computed_tokens(request)
     if num_computed_tokens and request.blocks is not BlocksRegion.LOADING:
@@ -35,48 +36,48 @@ def release_if_settled(turn: Turn) -> None:
 def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: Copy | None) -> None:
     """Record a broken rule if a rank does not exist, reports again unasked, or reports a copy that is not in flight.
 
-    The report itself is harmless. The first report of a rank about a save that was given up breaks no rule: the save's
-    slots wait for this report. `job` is the copy `job_id`; None if that copy is settled or was never issued.
+    Such a report does no harm. A rank's first report of a save that was given up breaks no rule: the slots of the save
+    are free only after this report. `job` is the copy `job_id`; None if this copy is settled or was never issued.
     """
     projections = turn.projections
     foreign = [rank for rank in (*event.ranks_done, *event.ranks_failed) if rank >= projections.configuration.num_ranks]
     if foreign:
         detail = f"job {job_id} was reported by ranks {foreign}, which do not exist"
     elif job is not None and job.repeated_ranks:
-        detail = f"job {job_id} was reported by ranks {sorted(job.repeated_ranks)}, which had done so before"
+        detail = f"job {job_id} was reported by ranks {sorted(job.repeated_ranks)}, which had already reported it"
     elif job is not None or event.is_repeated:
         return
     elif job_id < projections.jobs.next_job_id:
-        detail = f"job {job_id} was reported, but it has been settled before"
+        detail = f"job {job_id} was reported, but it was already settled"
     else:
         detail = f"job {job_id} was reported, but no such job was ever issued"
     turn.decide(e.InvariantViolated(Rule.COMPLETION_ONCE.value, "", e.NO_LIFE, e.NO_LIFE, detail, turn.cause))
 
 
 def settle(turn: EngineTurn, job: Copy) -> None:
-    """Settle a copy that every rank has reported. If one rank failed, the copy failed."""
+    """Settle a copy that every rank has reported. The copy fails if a rank failed, or if its blocks may be wrong."""
     if job.ranks_failed:
         _fail(turn, job, job.error, quiet=True)
     elif job.is_doubtful or (job.kind is CopyKind.SAVE and turn.projections.jobs.relies_on_load(job)):
-        _fail(turn, job, "its blocks turned out not to hold what they should", quiet=True)
+        _fail(turn, job, "the blocks that the save read may have held wrong contents", quiet=True)
     else:
         completed = e.LoadCompleted if job.kind is CopyKind.LOAD else e.SaveCompleted
         turn.decide(completed(*job.life, job.job_id, turn.cause))
 
 
 def ask_after(turn: EngineTurn, job: Copy, *, before_forward: bool) -> None:
-    """Make the workers finish the copy and report it, even if they have reported it before."""
+    """Make the workers finish the copy and report it, even if they have already reported it."""
     turn.decide(e.TransferAwaited(*job.life, job.job_id, before_forward, turn.cause))
 
 
 def give_up_unfenced(turn: EngineTurn, job: Copy) -> None:
-    """Fail a save from blocks that a step took without waiting for the save. A worker may still write its slots."""
-    _fail(turn, job, "a step took its blocks without waiting for it", quiet=False)
+    """Fail a save if a step took its blocks without waiting for the save. A worker may be writing the save's slots."""
+    _fail(turn, job, "a step took its blocks without waiting for the save", quiet=False)
 
 
 def give_up_silent(turn: EngineTurn, job: Copy) -> None:
-    """Fail a copy that a rank has not reported although asked, so that nothing waits forever."""
-    detail = f"job {job.job_id} was not reported, although it was asked after"
+    """Fail a copy that a rank has not reported although kvledger asked for it, so that vLLM does not wait forever."""
+    detail = f"job {job.job_id} was not reported, although kvledger asked for its report"
     turn.decide(e.InvariantViolated(Rule.LIVENESS.value, *job.life, detail, turn.cause))
     _fail(turn, job, detail, quiet=False)
 

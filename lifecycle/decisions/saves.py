@@ -1,14 +1,15 @@
-"""Decides which settled chunks to save, into which slots, and what is evicted for them.
+"""Decides which settled chunks to save, into which slots, and which chunks to evict to make room.
 
-Only settled tokens are saved: a running step may still write the others, or vLLM may reject them as drafts. A request
-is saved on three occasions:
+Only settled tokens are saved. A step in flight may be writing the other tokens, or vLLM may reject them as drafts.
+kvledger saves tokens of a request on three occasions:
 
 - Chunks settle while the request computes: `save_settled`.
 - vLLM preempts the request: `save_on_preemption`. The next step may overwrite the blocks that the request lost.
 - The request ends: `save_on_finish`. Other requests may ask for its prefix.
 
-Each occasion provides a `Source`: the blocks to copy from. `plan_save` and `plan_tail` plan what to copy and what to
-evict, and change nothing. `save_from` and `save_tail_from` then decide the evictions, the save, and what is declined.
+On each occasion, a `Source` describes the blocks to copy from. `plan_save` and `plan_tail` plan which pages to copy and
+which chunks to evict, and change nothing. `save_from` and `save_tail_from` then decide the evictions, the save, and
+which chunks are declined.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     """The pages that can be copied; None: all, because no group of layers has a window."""
     num_settled_tokens: int
     generation: int
-    """Generation of the request that computed the blocks."""
+    """The request's generation in which the blocks were computed."""
     is_async: bool
-    """Whether a copy may outlast its step. With windows it may not: vLLM frees the pages that a window leaves."""
+    """Whether a copy may outlast its step. With windows it may not, because vLLM frees pages that a window leaves."""
     is_lost: bool
-    """Whether the next forward pass may overwrite the blocks, so that a copy within the step precedes that pass."""
+    """Whether the next forward pass may overwrite the blocks. A copy within the step must then precede that pass."""
 
 
 class Declined(msgspec.Struct, frozen=True, gc=False):
@@ -69,7 +70,7 @@ class Save(msgspec.Struct, frozen=True, gc=False):
     evicted: Sequence[bytes] = ()
     """Keys of the chunks to evict first."""
     rest: Declined | None = None
-    """The remaining chunks, if there is no room for them."""
+    """The remaining settled chunks, for which there is no room; None if there is room for all."""
 
 
 class TailSave(msgspec.Struct, frozen=True, gc=False):
@@ -105,9 +106,10 @@ def save_settled(turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
 
 
 def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
-    """Save settled chunks that are not saved, and the tail, from the blocks that were just taken.
+    """Save settled chunks that are not saved, and the tail, from the blocks that vLLM has just taken.
 
-    The next step may overwrite these blocks, so it waits for all copies from them, including those in flight.
+    The next step may overwrite these blocks. It therefore waits for all copies from them, including copies that are
+    already in flight.
     """
     fence_saves(turn)
     request, before, projections = turn.record, turn.before, turn.projections
@@ -128,9 +130,9 @@ def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
 
 
 def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
-    """Save settled chunks that are not saved when the request ends, for others that ask for its prefix.
+    """When the request ends, save its settled chunks that are not saved, for later requests with the same prefix.
 
-    Blocks that a copy still reads are kept from being freed.
+    If a copy reads the request's blocks, vLLM keeps them until the copy is done.
     """
     request, projections = turn.record, turn.projections
     if projections.jobs.is_loading_async(request.ordinal, request.generation):
@@ -152,7 +154,7 @@ def fence_saves(turn: Turn) -> None:
 
 
 def _is_doubtful(request: RequestRecord, current: CurrentRegion) -> bool:
-    """Whether what the request has computed may be wrong, or was computed before a reset."""
+    """Whether the request's computed tokens may be wrong, or were computed before a reset."""
     return request.trust is TrustRegion.QUARANTINED or current is CurrentRegion.STALE
 
 
@@ -163,10 +165,10 @@ def savable_pages(
     num_settled_tokens: int,
     window_freed_at: int | None,
 ) -> SavablePages | None:
-    """Return the pages of one of the request's tables that a save can copy; None (all) if no group has a window.
+    """Return the pages of this block table that a save can copy; None, for all pages, if no group has a window.
 
-    A load should be able to end after the last whole chunk, and at the boundary that an earlier lookup of this request
-    could not use because pages were missing.
+    The saved pages should let a load end after the last whole chunk. They should also let a load end at the boundary
+    that an earlier lookup of this request could not use because pages were missing.
     """
     if not geometry.windows.has_any:
         return None
@@ -179,8 +181,8 @@ def _num_written_tokens(turn: Turn, event: e.RequestFinished) -> int:
     """Return how many tokens the blocks of the ended request hold.
 
     - The last sampled token was never computed, so its place in the last block was never written (vllm#54193).
-    - Tokens on which no step has computed may be those of a failed load. A load within the last step precedes the
-      computed tokens; if the load fails, the save fails too.
+    - Tokens after the computed tokens do not count, because they may belong to a failed load. A load within the last
+      step comes before the computed tokens. If this load fails, the save fails too.
     """
     num_computed_tokens = turn.projections.tracker.num_computed_tokens(turn.record)
     return min(num_intact_tokens(event), event.num_tokens - 1, num_computed_tokens)
@@ -229,7 +231,10 @@ def plan_save(
 
 
 def _pages_to_copy(chunks: Sequence[int], missing: Mapping[int, Sequence[int]], geometry: Geometry) -> Sequence[int]:
-    """Return the pages of these chunks, ascending, each once. `missing`: chunk → its pages to copy; empty: all."""
+    """Return the distinct pages to copy for these chunks, ascending.
+
+    `missing`: chunk → its pages to copy. If it is empty, all pages of the chunks are copied.
+    """
     if not missing:
         return geometry.pages_of(chunks)
     return sorted({page for chunk in chunks for page in missing[chunk]})
@@ -238,9 +243,10 @@ def _pages_to_copy(chunks: Sequence[int], missing: Mapping[int, Sequence[int]], 
 def _missing_pages(
     keys: Sequence[bytes], pool: Pool, geometry: Geometry, savable: SavablePages, chunks: Iterable[int]
 ) -> Mapping[int, Sequence[int]]:
-    """Chunk → its pages that are not stored and can be copied, ascending; chunks without such pages are left out.
+    """Chunk → its pages that are not stored and can be copied, ascending. Chunks without such pages are left out.
 
-    A stored chunk may lack pages of groups with a window, because the request that saved it no longer saw them.
+    A stored chunk may lack pages of groups with a window, because the request that saved the chunk no longer saw these
+    pages.
     """
     missing = {}
     for chunk in chunks:
@@ -260,7 +266,8 @@ def plan_tail(
 ) -> TailSave | Declined | None:
     """Plan to save the tokens after the last whole chunk.
 
-    None if there are none, or if they could not be loaded because a chunk before them is not saved.
+    None in three cases: there are no such tokens; a chunk before them is not saved, so they could not be loaded; their
+    blocks are missing or may hold wrong contents.
     """
     num_chunks = geometry.num_chunks_in(source.num_settled_tokens)
     first_token = num_chunks * geometry.chunk_size
@@ -283,7 +290,7 @@ def plan_tail(
 
 
 def save_from(turn: Turn, source: Source, first_chunk: int) -> None:
-    """Save the settled chunks from `first_chunk` on that are not saved, as far as there is room."""
+    """Save the settled chunks from `first_chunk` on that are not saved. Decline those for which there is no room."""
     projections = turn.projections
     pool, geometry, unfilled = projections.pool, projections.geometry, projections.tracker.unfilled
     plan = plan_save(turn.record, pool, geometry, unfilled, source, first_chunk)
@@ -301,7 +308,7 @@ def save_from(turn: Turn, source: Source, first_chunk: int) -> None:
 
 
 def _decide_save(turn: Turn, source: Source, save: Save) -> None:
-    """Evict chunks to make room for the save, issue it, and decline the rest."""
+    """Evict chunks to make room, issue the save, and decline the chunks for which there is no room."""
     _evict(turn, source, save.evicted)
     request, projections, savable = turn.record, turn.projections, source.savable
     slots, block_ids = projections.slots.candidates(len(save.pages)), blocks_at(save.pages, source.block_ids)

@@ -1,8 +1,7 @@
 """Effects of sliding windows on saves and loads.
 
 A save cannot copy every page: vLLM frees the pages that no token sees any more. A stored chunk may therefore lack pages
-of groups with a window, and a load may end only at a boundary after which every page that the next token sees is
-stored.
+of groups with a window. A load may end only at a boundary after which every page that the next token sees is stored.
 """
 
 from __future__ import annotations
@@ -21,18 +20,21 @@ class SavablePages(msgspec.Struct, frozen=True):
     """The pages of a block table that a save can copy and that are worth a copy.
 
     - All pages of groups without a window.
-    - Pages that the next token sees. The request still holds them.
-    - Pages that a window has left in this step, if they let a load end at one of the boundaries. vLLM has freed them,
-      but their contents are intact until the step's forward pass.
+    - Pages that the next token sees. The request holds them.
+    - Pages that a window has left in this step, if a load needs them to end at one of the boundaries. vLLM has freed
+      these pages, but their contents are intact until the step's forward pass.
     """
 
     windows: Windows
     block_ids: Sequence[int]
     num_settled_tokens: int
     window_freed_at: int | None
-    """Settled tokens when vLLM freed window pages that are still intact; None: there are no such pages."""
+    """Settled tokens up to which vLLM had freed window pages before this step.
+
+    Pages that a window left after these tokens are freed, but intact. None: no freed page is intact.
+    """
     boundaries: tuple[int, ...]
-    """Tokens after which a load should be able to end."""
+    """Numbers of tokens after which a load should be able to end."""
 
     def __contains__(self, page: int) -> bool:
         block, group = divmod(page, self.windows.num_groups)
@@ -48,7 +50,7 @@ class SavablePages(msgspec.Struct, frozen=True):
         return not self._is_seen(block, group)
 
     def blocks(self) -> Iterator[int]:
-        """Return the blocks of these pages."""
+        """Return the block ids of these pages."""
         return (block_id for page, block_id in enumerate(self.block_ids) if page in self)
 
     def _is_seen(self, block: int, group: int) -> bool:
@@ -64,7 +66,10 @@ class SavablePages(msgspec.Struct, frozen=True):
 
 
 def last_boundary(num_tokens: int, request: RequestRecord, projections: Projections) -> int:
-    """Return the tokens of the longest prefix after which a load may end, at most `num_tokens`, which are hit."""
+    """Return the length of the longest prefix after which a load may end.
+
+    It is at most `num_tokens`, the number of tokens of the hit.
+    """
 
     def is_stored(page: int, end_token: int) -> bool:
         return slot_of_page(page, end_token, request, projections) != NO_SLOT
@@ -73,7 +78,7 @@ def last_boundary(num_tokens: int, request: RequestRecord, projections: Projecti
 
 
 def slot_of_page(page: int, end_token: int, request: RequestRecord, projections: Projections) -> int:
-    """Return the slot with an image of the page that is valid for a prefix of `end_token` tokens, or `NO_SLOT`."""
+    """Return a slot in which the page is valid for a prefix of `end_token` tokens; `NO_SLOT` if there is none."""
     geometry, keys = projections.geometry, request.keys
     chunk, place = geometry.place_of(page, geometry.num_chunks_touched(end_token))
     slots = projections.pool.get(keys[chunk]) if chunk < len(keys) else None

@@ -1,8 +1,8 @@
-"""Projections compute kvledger's state from the events of a log. `Projections` combines those of one log.
+"""Projections compute kvledger's state from the events of a log. `Projections` combines all projections of one log.
 
 Before `Projections` folds an event, it finds the event's subject. The transition tables say whether the request's
-states refuse the event. The ledger, a replay and all readers therefore fold an illegal observation the same way, as
-the core's gating says.
+states refuse the event. The core's gating says what is folded of a refused observation. The ledger, a replay and all
+readers therefore fold it in the same way.
 
 Nothing here drops an event, reads a clock or does I/O. Folding a recorded event never fails.
 """
@@ -68,7 +68,7 @@ class ProjectionSpec:
     name: str
     """The attribute of `Projections` that holds the projection."""
     make: Callable[[Projections], Projection]
-    """Called after the core's projections and the extension projections declared before it exist."""
+    """Creates the projection. Called after the core's projections and all projections declared earlier were created."""
 
 
 _SETTLING = (LoadCompleted, LoadFailed, SaveCompleted, SaveFailed)
@@ -101,7 +101,7 @@ class Projections:
         keepers: Mapping[str, Keeps] = MappingProxyType({}),
         only: Collection[str] | None = None,
     ) -> None:
-        """Call `Core.new_projections` instead.
+        """Create the projections of a log. Do not call this; call `Core.new_projections`.
 
         Args:
             tables: the transition tables.
@@ -217,7 +217,7 @@ class Projections:
     def fold(self, event: Event, sequence: int) -> Subject:
         """Fold one event and return its subject. An illegal event is folded only as far as the gating says.
 
-        Never fails on a recorded event.
+        Folding a recorded event never fails.
         """
         find, folds, if_refused = self._routes[type(event)]
         subject = find(event)
@@ -229,9 +229,9 @@ class Projections:
         return subject
 
     def follow(self, calls: Mapping[type[Event], Fold]) -> None:
-        """Call each function with every later event of its class, the event's sequence number and its subject.
+        """Call each of these functions with every later event of its class, the sequence number and the subject.
 
-        They run after `Owed` has folded the event and before the other projections do. They get no refused events.
+        The functions run after `Owed` and before the other projections. They are not called with refused events.
         """
         for event_class, call in calls.items():
             route = self._routes[event_class]
@@ -285,7 +285,10 @@ class Projections:
         return {name: its.state for name, its in self._order.items() if getattr(its, "state", None) is not None}
 
     def snapshot(self) -> dict[str, bytes]:
-        """Projection name → its encoded state. Order inside a state matters, so compare these and not the states."""
+        """Projection name → its encoded state.
+
+        Compare these bytes instead of the states, because the order inside a state matters.
+        """
         return {name: _encode(state) for name, state in self.states().items()}
 
 

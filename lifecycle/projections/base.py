@@ -30,25 +30,25 @@ class Before(msgspec.Struct, frozen=True, gc=False):
 class Subject(msgspec.Struct, frozen=True, gc=False):
     """The request or copy that an event is about, found before the event is folded.
 
-    An observation is about the current life of its request id, `RequestArrived` about the previous life. A decision is
-    about the life that it names, until that life is released.
+    An observation is about the current life of its request id; `RequestArrived` is about the previous life. A decision
+    is about the life that it names, until that life is released.
     """
 
     request: RequestRecord | None = None
-    """None if the request is unknown, and for events about no single request."""
+    """Record of the request; None if the request is unknown, or if the event is about no single request."""
     current: RequestRecord | None = None
-    """The request, unless a decision names another generation."""
+    """Record of the request; None if the event is a decision about another generation."""
     trigger: str = ""
-    """The event's name in the transition tables; empty if there is no request."""
+    """Trigger of the event in the transition tables; meaningless if `request` is None."""
     before: Before | None = None
-    """State and blocks of the request just before the event; None for decisions."""
+    """Generation and states of the request just before an observation; None for decisions."""
     is_refused: bool = False
-    """Whether the request's states refuse the observation; also if the request is unknown and the event can be refused.
+    """Whether the request's states refuse the observation. For an unknown request: whether states can refuse it.
 
     Only the projections in `Gating.closed_fold` fold a refused event.
     """
     refused_rows: Mapping[int, Before] = MappingProxyType({})
-    """Ordinal → states of a request before a step that schedules it although these states refuse that.
+    """For a step: ordinal → states of a request before the step, if the step schedules it although these refuse that.
 
     The step is folded anyway.
     """
@@ -60,27 +60,29 @@ NO_SUBJECT = Subject()
 
 
 class Projection:
-    """One fold of the log. Subclass it: methods marked `@on(...)` are called with an event and its sequence number.
+    """Part of the state that is computed from the events. In a subclass, methods marked `@on(...)` fold events.
 
-    In the core's projections, except `Owed`, these methods also get the event's `Subject`. Everything that a projection
-    remembers is in `state`, a struct of plain fields.
+    These methods get the event and its sequence number. In the core's projections, except `Owed`, they also get the
+    event's `Subject`. Everything that a projection remembers is in `state`, a struct of plain fields.
     """
 
     def index(self) -> None:
-        """Recompute everything derived from the state, once the states of all projections are in place."""
+        """Recompute everything derived from the state. Called after the states of all projections were restored."""
 
     def check(self) -> None:
-        """Check a restored state, before `index`, for conditions that folds rely on and types do not express.
+        """Check a restored state, before `index`, for conditions on which folds rely and which types do not express.
 
         Raises:
             ValueError: no fold produces such a state, and a later fold could fail on it.
         """
 
     def folds(self) -> dict[type[Event], Fold]:
-        """Event class → fold, called as `fold(event, sequence)`; in the core, except `Owed`, also with the subject.
+        """Event class → fold. A fold is called as `fold(event, sequence)`.
+
+        In the core's projections, except `Owed`, a fold also gets the event's subject.
 
         Raises:
-            TypeError: two methods fold the same events, so their order is undefined.
+            TypeError: two methods fold the same events, so that their order is undefined.
         """
         folds = marked(self)
         if len(dict(folds)) < len(folds):

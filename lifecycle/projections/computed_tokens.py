@@ -1,7 +1,7 @@
 """Tokens of each life that are computed or in flight after the last step, and the lives that decode one token per step.
 
-While a request decodes one token per step, its count follows from the number of steps. A step of 256 decoding requests
-therefore costs nothing here, and the log contains only what differs from this expectation.
+While a request decodes one token per step, its computed tokens follow from the number of steps. A step of 256 decoding
+requests therefore costs nothing here, and the log contains only what differs from this expectation.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvledger.lifecycle.ranges import Count, LifeOrdinal, SumOfTokens
 
 
 class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
-    """Part of the tracker's state, by the ordinal of a life."""
+    """Computed tokens by the ordinal of a life. Part of the tracker's state."""
 
     num_steps: Count = 0
     last_counts: dict[LifeOrdinal, SumOfTokens] = {}
-    """Ordinal → computed tokens when they were last set."""
+    """Ordinal → number of computed tokens when it was last set."""
     decoding: dict[LifeOrdinal, SumOfTokens] = {}
     """Ordinal → computed tokens minus `num_steps`, for requests that decode one token per step."""
 

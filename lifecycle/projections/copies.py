@@ -58,10 +58,10 @@ class Copy(msgspec.Struct, gc=False):
     work: WorkRegion = WorkRegion.ISSUED
     source: SourceRegion = SourceRegion.OWNED
     ranks_done: tuple[Int64, ...] = ()
-    """Ascending, as in every field with ranks."""
+    """Ranks that reported the copy as done, in ascending order, as in every field with ranks."""
     ranks_failed: tuple[Int64, ...] = ()
     repeated_ranks: tuple[Int64, ...] = ()
-    """Ranks in the last report that had reported before and were not asked again."""
+    """Ranks in the last report that had reported the copy before and were not asked to report again."""
     error: str = ""
 
     # --- chunks --------------------------------------------------------------------------------
@@ -69,14 +69,14 @@ class Copy(msgspec.Struct, gc=False):
     keys: tuple[bytes, ...] = ()
     """Keys of `chunks`, as the request had them when the copy was issued."""
     earlier_keys: tuple[tuple[ChunkNumber, bytes], ...] = ()
-    """(chunk, key) of chunks that end earlier in a save's blocks. The saved pages contain these chunks too."""
+    """(chunk, key) of earlier chunks that end in the blocks of a save. The saved pages contain these chunks, too."""
     epoch: Count = 0
     """Number of cache resets before the copy was issued."""
     asked_step: Count = 0
     """Number of steps when the copy was issued, or when the workers were last asked about it."""
     asked_ns: TimeNs = 0
     is_doubtful: bool = False
-    """Whether it is a save whose source blocks may have had wrong contents. Its chunks are not offered."""
+    """Whether the copy is a save whose source blocks may have had wrong contents. Its chunks are not offered."""
 
     @property
     def is_load(self) -> bool:
@@ -119,26 +119,26 @@ class BlocksEnd(enum.StrEnum):
 
 
 class OwedEnds(msgspec.Struct):
-    """The ends that vLLM waits for, or was promised, in one life."""
+    """The ends for which vLLM waits in one life, or which an answer promised."""
 
     request_id: str
     is_promised: bool = False
     """Whether the last lookup was answered with an asynchronous load."""
     load: LoadEnd = LoadEnd.NONE
     load_id: JobId = 0
-    """Id of the load in flight. A second load of the life has no end of its own."""
+    """Job id of the load in flight; 0: none. A second load of the life has no end of its own."""
     blocks: BlocksEnd = BlocksEnd.NONE
 
 
 class Issued(msgspec.Struct):
-    """A copy, not yet received by a worker."""
+    """A decided job that no worker has received yet."""
 
     sequence: Sequence
     job: PageJob
 
 
 class Reminder(msgspec.Struct):
-    """A reminder of a copy, not yet received by a worker."""
+    """A reminder about a job. No worker has received the reminder yet."""
 
     sequence: Sequence
     awaited: e.TransferAwaited
@@ -160,7 +160,7 @@ class Ready(msgspec.Struct, frozen=True):
     """Jobs that missed their step. Report them as failed and never hand them out."""
     awaited: tuple[e.TransferAwaited, ...] = ()
     block_ids: tuple[int, ...] = ()
-    """Blocks that vLLM relies on and that no copy will fill."""
+    """Blocks that vLLM counts as loaded, but that no copy will fill."""
     failed: Mapping[int, str] = {}
     """Ordinal → request id, of lives whose asynchronous load failed. Each worker reports these requests to vLLM."""
     sent: Mapping[int, str] = {}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.projections.tracker import RequestTracker
 
 NUM_STEPS = 8
-"""Steps per sample. With two steps in flight, one step's cost shows in the next one's duration; a sum evens it out."""
+"""Steps per sample. With two steps in flight, a step's cost shows in the duration of the next; a sum evens it out."""
 MAX_SAMPLES = 64
 MIN_SAMPLES = 8
 MIN_LOADS = 8
@@ -46,17 +46,21 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     samples: list[tuple[SumOfTokens, Int64]] = []
     """(sum of tokens, duration in nanoseconds) of each series of `NUM_STEPS` steps, the oldest first."""
     steps: list[tuple[NumTokens, TimeNs]] = []
-    """(tokens, time scheduled) of steps in no sample yet. A sample ends when the step after its last is scheduled."""
+    """(tokens, time of scheduling) of the steps that are in no sample yet. A sample ends when the next step is
+    scheduled."""
     loading: dict[JobId, tuple[NumTokens, bool]] = {}
-    """Job id of a load in flight → its tokens, and whether a step waits for it."""
+    """Job id of a load in flight → (tokens of the load, whether a step waits for the load)."""
     loads: list[tuple[NumTokens, DurationNs]] = []
-    """(tokens, nanoseconds) of loads since the last conclusion."""
+    """(tokens, nanoseconds) of the loads since the last comparison of the costs."""
     declined_until_ns: Int64 | None = None
     """Time of the next trial load, in nanoseconds; None while loads are offered."""
 
 
 class TokenCosts(Projection):
-    """Folds steps and loads. The tracker may fold a step first: a step does not change which requests compute."""
+    """Measures the costs from steps and loads.
+
+    It may fold a step before or after the tracker, because a step does not change which requests compute.
+    """
 
     def __init__(self, tracker: RequestTracker) -> None:
         self._tracker = tracker
@@ -109,7 +113,10 @@ class TokenCosts(Projection):
             state.loads.clear()
 
     def _costs_more(self) -> bool:
-        """Whether loading costs more than computing by `MARGIN`, even if computing is slower by this many errors."""
+        """Whether loading costs more than computing by `MARGIN`.
+
+        That must hold even if computing costs `NUM_ERRORS` standard errors more than measured.
+        """
         loads, samples = self.state.loads, self.state.samples
         count = len(samples)
         if count < MIN_SAMPLES:

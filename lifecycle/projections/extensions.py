@@ -1,6 +1,6 @@
 """Which extensions are active: each one, until an `ExtensionStopped` event records that its code raised.
 
-Folds and methods of extensions run through this module, so what they raise does not reach the caller. This module
+Folds and methods of extensions run through this module, so an exception in them does not reach the caller. This module
 must not know the ledger: it calls `on_raised`, and the ledger records `ExtensionStopped`.
 """
 
@@ -29,12 +29,12 @@ class Extensions(Projection):
     """Runs the code of active extensions."""
 
     def __init__(self, versions: Mapping[str, int], forget: Callable[[str], None]) -> None:
-        """Take the versions of the extensions, and `forget`, which resets the projections of one of them."""
+        """`versions`: extension name → version. `forget` resets the projections of the extension with this name."""
         self._versions = versions
         self._forget = forget
         self.state = State()
         self.raised: list[tuple[str, str, str]] = []
-        """(extension, where, error) for code that raised. `stops` or a folded `ExtensionStopped` removes the entry."""
+        """(extension, where, error) for code that raised, until `stops` or a folded `ExtensionStopped` removes it."""
         self._silent: set[str] = set()
         """Names of the extensions whose code raised in this process."""
         self.on_raised: Callable[[], None] = lambda: None

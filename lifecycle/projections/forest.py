@@ -1,16 +1,17 @@
 """The order in which the host pool evicts chunks: a forest of chunk keys, and a queue of the keys that may leave.
 
 A key hashes its chunk and all chunks before it, so the keys of all prompts form trees: the parent of a key is the key
-of the chunk before it. A chunk is useless without the chunks before it. Therefore only leaves are evicted, and to hold
-a prefix means to hold its last key.
+of the chunk before it. A chunk is useless without the chunks before it. Therefore only leaves are evicted, and holding
+a prefix means holding its last key.
 
-The queue works like vLLM's queue of free blocks (`v1/core/block_pool.py`). A held leaf is not in the queue; it joins at
-the end when it is let go. When a leaf is evicted, its parent takes its place. A leaf that gets a child leaves the
-queue, because the child gets a later place. A prefix therefore has one place, whatever its length. The order is as if
-every use made all chunks of a prefix the most recently used ones, with the deepest as the oldest of them.
+The queue works like vLLM's queue of free blocks (`v1/core/block_pool.py`). A held leaf is not in the queue. When it is
+let go, it joins the queue at the end. When a leaf is evicted, its parent gets the leaf's place. When a leaf gets a
+child, the leaf loses its place, because the child will get a later one. A prefix therefore has one place, whatever its
+length. The order is as if every use made all chunks of a prefix the most recently used ones, and its last chunk the
+oldest of them.
 
-A *ghost* is a node that is not in the pool but has a holder, directly or at a node after it: a save in flight that will
-add its chunk, or a preempted request that will come back for it. A ghost protects the chunks before it.
+A *ghost* is a node whose chunk is not in the pool. The ghost, or a node after it, has a holder: a save in flight that
+will add the chunk, or a preempted request that will come back for it. A ghost protects the chunks before it.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ class _Walk:
         self.spare = spare
         self.stays = stays
         self.num_left: dict[bytes, int] = {}
-        """Node with several children, or with its own place → its children left if all chunks found so far leave."""
+        """Node with several children, or with its own place → its children that remain if all found chunks leave."""
         self.passed: set[bytes] = set()
-        """Nodes that come before their last child in the queue. Each leaves right after that child."""
+        """Nodes that come before their last child in the queue. Each of them leaves right after that child."""
         self.put_off: list[bytes] = []
-        """Leaves that come after all others."""
+        """Leaves that are evicted after all others."""
 
 
 class Forest:
-    """The nodes are the chunks of the pool, the ghosts, and all chunks before these."""
+    """Trees of chunk keys. The nodes are the chunks in the pool, the ghosts, and all chunks before a chunk or ghost."""
 
     def __init__(self, parent_of: dict[bytes, bytes | None], queue: Queue, committed: Container[bytes]) -> None:
-        """Take folded state. Later folds change all three arguments.
+        """Create the forest from folded state, which later folds change in place.
 
         Args:
-            parent_of: node → the node before it, parents first; None for the first chunk of a prompt.
+            parent_of: node → the node before it, None for the first chunk of a prompt. Parents come first.
             queue: the leaves that nothing holds, and nodes that were used after all their children.
             committed: the keys of the chunks in the pool.
         """
@@ -88,7 +89,11 @@ class Forest:
     # --- holding -------------------------------------------------------------------------------
 
     def hold(self, keys: Sequence[bytes], end: int) -> bytes | None:
-        """Hold the first `end` keys of a prompt, in the pool or not. Return the last of them, for `let_go`, or None."""
+        """Hold the first `end` keys of a prompt, whether their chunks are in the pool or not.
+
+        Returns:
+            The last of these keys, for `let_go`; None if there are no keys.
+        """
         end = min(end, len(keys))
         if end <= 0:
             return None
@@ -125,7 +130,7 @@ class Forest:
             self._num_more[parent] = self._num_more.get(parent, 0) + 1
 
     def let_go(self, key: bytes) -> None:
-        """Remove a holder of a node. After the last one, the prefix that ends there becomes the most recently used."""
+        """Remove a holder of a node. If it was the last one, the node's prefix becomes the most recently used one."""
         num_left = self._num_holders.get(key, 1) - 1
         if num_left:
             self._num_holders[key] = num_left
@@ -135,7 +140,7 @@ class Forest:
         self._append(self._cut(key) if is_ghost else key)
 
     def _cut(self, leaf: bytes) -> bytes | None:
-        """Remove a leaf and the ghosts before it that nothing keeps. Return the node before them."""
+        """Remove a leaf, and the ghosts before it that nothing needs any more. Return the node before all of these."""
         parent_of, num_more = self._parent_of, self._num_more
         committed, num_holders, order = self._committed, self._num_holders, self._order
         self._leaves.remove(leaf)
@@ -154,7 +159,7 @@ class Forest:
     # --- use -----------------------------------------------------------------------------------
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Make the nodes of a prompt the most recently used."""
+        """Make those chunks of a prompt that are nodes the most recently used ones."""
         self._append(self.deepest(keys, len(keys)))
 
     def _append(self, key: bytes | None) -> None:
@@ -164,13 +169,16 @@ class Forest:
             self._order.move_to_end(node)
 
     def _bearer(self, node: bytes | None) -> bytes | None:
-        """Return the node with the place of this one: for a ghost, the chunk before it. None if the result is held."""
+        """Return the node that has the place of this node: the node itself, or the last chunk before a ghost.
+
+        Returns None if there is no such node, or if it is held.
+        """
         while node is not None and node not in self._committed and node not in self._num_holders:
             node = self._parent_of[node]
         return None if node in self._num_holders else node
 
     def add(self, key: bytes) -> None:
-        """Add the key of a new chunk as a node, if nothing held it before."""
+        """Make the key of a new chunk a node, if it is not one already."""
         if key not in self._parent_of:
             self._parent_of[key] = None
             self._leaves.add(key)
@@ -182,8 +190,8 @@ class Forest:
         """Iterate over the chunks of the pool that may leave, in eviction order. Changes nothing.
 
         Args:
-            spare: a node that stays, as do all nodes before it.
-            stays: whether a leaf leaves after all others. Default: no leaf does.
+            spare: a node that stays, and with it all nodes before it.
+            stays: key → whether this leaf leaves after all others. Default: no leaf does.
         """
         walk = _Walk(spare, stays)
         return chain(self._leaving(self._order, walk), self._put_off(walk))
@@ -221,7 +229,10 @@ class Forest:
                 key = parent
 
     def may_leave(self, keys: Sequence[bytes]) -> bool:
-        """Whether these chunks of the pool may leave in this order: each of them after all chunks that follow it."""
+        """Whether these chunks of the pool may be evicted in this order.
+
+        Each chunk must be without a holder, and must come after all chunks that continue it.
+        """
         num_left: dict[bytes, int] = {}
         for key in keys:
             is_idle = key in self._committed and key not in self._num_holders
@@ -237,14 +248,15 @@ class Forest:
         return True
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Remove the chunks that the pool has evicted from the front of the queue.
+        """Remove chunks that the pool has evicted from the front of the queue.
 
-        The chunk before each one takes its place. A node that is held or has a child stays as a ghost.
+        The place of a removed chunk goes to the chunk before it in the prompt. A removed node that is held or has a
+        child stays as a ghost.
         """
         order, leaves, gone = self._order, self._leaves, set(keys)
         num_places = sum(map(order.__contains__, gone))
         front: dict[bytes, None] = {}
-        """Nodes that keep their place, or take that of a removed chunk."""
+        """Nodes that keep their place, or get the place of a removed chunk."""
         while num_places:
             first, _ = order.popitem(last=False)
             num_places -= first in gone
@@ -258,7 +270,7 @@ class Forest:
             order.move_to_end(key, last=False)
 
     def forget(self, key: bytes) -> None:
-        """Remove a chunk that the pool has lost, wherever it is in the queue. The chunk before it takes its place."""
+        """Remove a chunk that the pool has lost, anywhere in the queue. The chunk before it gets its place."""
         if key in self._num_holders or key not in self._parent_of:
             return
         has_place = key in self._order

@@ -1,7 +1,7 @@
-"""Copies in flight, and what they mean for the cache: their lives, their chunks, and whether they can be trusted.
+"""Copies in flight, and what they mean for the cache: their life, their chunks, and whether their contents are right.
 
-`owed.py` keeps the copies, their progress, and what is still to be delivered. Reports and settlements concern one copy,
-whatever has happened to its life. A quarantine, and blocks that could not be filled, concern all copies of a life.
+`owed.py` keeps the copies, their progress, and the pending deliveries. A report or a settlement concerns one copy, even
+if its life has changed since. A quarantine, or blocks that could not be filled, concern all copies of a life.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IN_FLIGHT = (WorkRegion.ISSUED, WorkRegion.OVERDUE)
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """State that is not part of a copy."""
+    """The part of the state that does not belong to one copy."""
 
     next_job_id: Sequence = 1
     epoch: Count = 0
@@ -83,7 +83,7 @@ class Jobs(Projection):
         return len(copy.ranks_done) + len(copy.ranks_failed) == len(self.all_ranks)
 
     def overdue(self, overdue_step: int, overdue_ns: int) -> list[Copy]:
-        """Return the copies that were issued, or last asked about, before both this step and this time."""
+        """Return the copies in flight that were issued, or last asked about, before this step and before this time."""
         overdue = []
         for copy in self._in_flight.values():
             if copy.asked_step < overdue_step and copy.asked_ns < overdue_ns:
@@ -112,7 +112,7 @@ class Jobs(Projection):
         return next((copy for copy in saves if key in copy.keys), None)
 
     def is_current(self, copy: Copy) -> bool:
-        """Whether the cache was not reset since the copy was issued."""
+        """Whether the copy was issued after the last cache reset, if there was one."""
         return copy.epoch == self.state.epoch
 
     def owes(self, ordinal: int) -> bool:
@@ -120,14 +120,14 @@ class Jobs(Projection):
         return ordinal in self._of_ordinal
 
     def is_loading_async(self, ordinal: int, generation: int) -> bool:
-        """Whether an asynchronous load of this generation of the life is in flight. Then the request is in no step."""
+        """Whether an asynchronous load of this generation is in flight. No step schedules the request then."""
         return any(
             copy.kind is CopyKind.LOAD and copy.is_async and copy.generation == generation
             for copy in self.of_life(ordinal)
         )
 
     def relies_on_load(self, save: Copy) -> bool:
-        """Whether the saved tokens were computed on top of a load that is not settled."""
+        """Whether the tokens of the save were computed on top of a load that is not settled."""
         if self._of_ordinal.get(save.ordinal) == {save.job_id}:  # most saves
             return False
         return any(

@@ -1,8 +1,8 @@
 """The lookup cache: how many chunks the last lookup of each request found, and whether that number is still true.
 
-The lookup cache never has the answer, which depends on the call's `num_computed_tokens`. A cached hit carries the
-versions of its inputs (the request's generation and keys, and the pool), so an outdated hit is never used. LMCache's
-cached lookup carried no versions and killed the engine (LMCache#2158).
+The lookup cache does not contain answers, because an answer depends on the `num_computed_tokens` of the call. A cached
+hit carries the versions of its inputs (the request's generation and keys, and the pool), so an outdated hit is never
+used. LMCache's cached lookup carried no versions and killed the engine (LMCache#2158).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvledger.lifecycle.ranges import Count, Generation, Ordinal
 
 
 class CachedHit(msgspec.Struct, frozen=True, gc=False):
-    """Number of committed chunks from the request's first one on, and the versions of the inputs of this count."""
+    """Number of committed chunks of a request, from its first one on, and the versions of the inputs of this number."""
 
     num_chunks: Count
     last_key: bytes
-    """Key of the last of these chunks, which also hashes all chunks before it. Empty if there is none."""
+    """Key of the last chunk of the hit, which also hashes all chunks before it; empty if the hit has no chunk."""
     next_key: bytes | None
-    """Key of the chunk after them; None if it was not known."""
+    """Key of the first chunk after the hit; None if it was not known."""
     generation: Generation
     num_added: Count
     num_torn: Count
@@ -38,7 +38,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LookupCache(Projection):
-    """Counts and keeps one hit per life at each lookup. The answer is in the request's record."""
+    """Counts the hit of each lookup, and keeps one hit per life. The answer is in the request's record."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -50,8 +50,8 @@ class LookupCache(Projection):
     def num_hit_chunks(self, request: RequestRecord) -> int:
         """Count the committed chunks from the request's first token on, whatever was answered. Changes nothing.
 
-        It counts only what may have changed since the last lookup. Chunks leave the pool from the end of a prefix, so
-        all chunks of the last hit are in the pool as long as its last chunk is.
+        Only chunks that may have changed since the last lookup are counted again. Chunks leave the pool from the end of
+        a prefix, so all chunks of the last hit are in the pool as long as its last chunk is.
         """
         keys, pool = request.keys, self._pool.state
         hit, start = self.state.hits.get(request.ordinal), 0

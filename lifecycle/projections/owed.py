@@ -1,9 +1,9 @@
-"""Everything still to be delivered: copies to the workers, and ends to vLLM (see `copies.py`).
+"""Everything that is still to be delivered: copies to the workers, and ends to vLLM (see `copies.py`).
 
-vLLM gets one end for each asynchronous load and each delayed free. vLLM identifies ends by request id only and
-fails an assertion on a second one, so no other module decides about ends. Where possible, ends follow from
-observations: this projection counts ranks itself, so waits end even after kvledger has stopped deciding. `Owed` folds
-first and reads no other projection. `jobs.py` says what a copy means for the cache.
+vLLM gets one end for each asynchronous load, and one for each ended request whose blocks it kept. vLLM identifies ends
+by request id only and fails an assertion on a second one, so no other module decides about ends. Where possible, ends
+follow from observations: this projection counts the ranks that reported, so vLLM's waits end even after kvledger has
+stopped deciding. `Owed` folds first and reads no other projection. `jobs.py` says what a copy means for the cache.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from kvledger.lifecycle.states import SourceRegion, WorkRegion
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """The queues, in the order in which entries became pending: the log contains that order."""
+    """The queues. Their entries are in the order in which they became pending, because the log contains that order."""
 
     present: dict[str, LifeOrdinal] = {}
     """Request id → ordinal of its current life, until that life ends."""
     copies: dict[JobId, Copy] = {}
-    """Job id → copy, until it is settled and nothing about it is pending."""
+    """Job id → copy, until the copy is settled and nothing about it is pending."""
     unsent: dict[JobId, Issued] = {}
     """Job id → job that no worker has received."""
     reminders: dict[JobId, Reminder] = {}
     """Job id → last reminder that no worker has received."""
     under_way: dict[JobId, None] = {}
-    """Asynchronous copies that some rank has not reported."""
+    """Job ids of asynchronous copies that at least one rank has not reported."""
     ends: dict[LifeOrdinal, OwedEnds] = {}
-    """Ordinal → ends that vLLM waits for, or was promised."""
+    """Ordinal → the ends for which vLLM waits, or which an answer promised."""
     failed: dict[LifeOrdinal, None] = {}
-    """Lives whose load failed; no worker was asked to report the failure yet."""
+    """Ordinals of lives whose load failed. No worker was asked to report the failure yet."""
     sent: dict[LifeOrdinal, None] = {}
-    """Lives whose blocks are free; no worker was asked to report that yet."""
+    """Ordinals of ended lives whose kept blocks no copy reads. No worker was asked to report that yet."""
     received: dict[LifeOrdinal, None] = {}
-    """Lives whose load is complete; vLLM has no report yet."""
+    """Ordinals of lives whose load is complete. vLLM has no report of it yet."""
     to_report: dict[LifeOrdinal, None] = {}
-    """Lives whose end the workers were asked to report; vLLM has not received that end yet."""
+    """Ordinals of lives whose end the workers were asked to report. vLLM has not received that end yet."""
     block_ids: list[BlockId] = []
-    """Blocks that vLLM relies on and that no copy will fill."""
+    """Blocks that vLLM counts as loaded, but that no copy will fill."""
     closed_at: Sequence = 0
-    """Sequence number of the last failed `build_connector_meta`. Jobs issued before that missed their step."""
+    """Sequence number of the last failed `build_connector_meta`. Jobs issued before that failure missed their step."""
 
 
 class Owed(Projection):
@@ -88,12 +88,12 @@ class Owed(Projection):
         self.reported: dict[int, Copy | None] = {}
         """Job id in the current report → copy; None if the copy is settled, or was never issued."""
         self.late_ends: list[Copy] = []
-        """Saves that were given up and that the current report ends: no rank writes their slots any more."""
+        """Saves that had been given up and that the current report ends. No rank writes their slots any more."""
 
     # --- pending deliveries --------------------------------------------------------------------
 
     def ready(self, channel: Channel) -> Ready:
-        """Return what is pending on the channel. It stays pending until its `EffectsDelivered` is folded."""
+        """Return everything that is pending on the channel. It stays pending until `EffectsDelivered` lists it."""
         state = self.state
         if channel is Channel.VLLM:
             return Ready(received=self._named(state.received)) if state.received else NOTHING_OWED
@@ -116,9 +116,9 @@ class Owed(Projection):
         return [each.job for each in self.state.unsent.values() if each.sequence >= sequence]
 
     def lost_fences(self) -> list[int]:
-        """Return the jobs that a step had to wait for and did not, because no worker received the reminder.
+        """Return the ids of jobs for which a step had to wait but did not, because no worker got the reminder.
 
-        Call it when the next step is observed.
+        Call this when the next step is observed.
         """
         state = self.state
         return [
@@ -128,7 +128,7 @@ class Owed(Projection):
         ]
 
     def reported_to_vllm(self, request_ids: Iterable[str]) -> tuple[int, ...]:
-        """Return the lives of these requests whose end the workers were asked to report."""
+        """Return the ordinals of lives of these requests whose end the workers were asked to report."""
         to_report, ends = self.state.to_report, self.state.ends
         if not to_report:
             return ()
@@ -136,9 +136,10 @@ class Owed(Projection):
         return tuple([ordinal for ordinal in to_report if ends[ordinal].request_id in known])
 
     def early_receipt(self, request_id: str) -> int:
-        """Return the request's life whose load is not over, or has failed and no worker was asked to report that yet.
+        """Return the ordinal of the request's life whose load cannot have been reported to vLLM yet.
 
-        `NO_LIFE` if there is none. If an end of this load is reported now, another connector reported it.
+        The load is not over, or it failed and no worker was asked to report the failure. If vLLM gets an end of this
+        load now, it is from another connector. Returns `NO_LIFE` if there is no such life.
         """
         ends = self.state.ends
         if not ends:
@@ -148,9 +149,9 @@ class Owed(Projection):
         return next((life for life in lives if life in ends and ends[life].load in not_reported), e.NO_LIFE)
 
     def early_release(self, request_id: str) -> int:
-        """Return the request's ended life whose blocks a copy uses, or whose end no worker was asked to report.
+        """Return the ordinal of the request's ended life whose blocks cannot have been reported as free yet.
 
-        `NO_LIFE` if there is none.
+        A copy still uses the blocks, or no worker was asked to report them. Returns `NO_LIFE` if there is no such life.
         """
         to_report = self.state.to_report
         lives = self._lives_with_kept_blocks(request_id)
@@ -184,16 +185,16 @@ class Owed(Projection):
         return any(its.blocks is not BlocksEnd.NONE for its in self.state.ends.values())
 
     def under_way(self) -> list[Copy]:
-        """Return the asynchronous copies that some rank has not reported."""
+        """Return the asynchronous copies that at least one rank has not reported."""
         copies = self.state.copies
         return [copies[job_id] for job_id in self.state.under_way]
 
     def present(self, request_id: str) -> int:
-        """Return the ordinal of the request's current life; `NO_LIFE` if it is unknown or has ended."""
+        """Return the ordinal of the request's current life; `NO_LIFE` if the request is unknown or has ended."""
         return self.state.present.get(request_id, e.NO_LIFE)
 
     def is_named(self, request_id: str) -> bool:
-        """Whether vLLM will get another end of the request."""
+        """Whether vLLM is still to get an end of the request."""
         known = (LoadEnd.ARRIVED, LoadEnd.FAILED, LoadEnd.WITH_WORKERS)
         return any(
             its.request_id == request_id and (its.load in known or its.blocks is not BlocksEnd.NONE)
@@ -382,7 +383,7 @@ class Owed(Projection):
             self.state.block_ids.extend(job.block_ids)
 
     def _end(self, copy: Copy, *, has_failed: bool) -> None:
-        """Handle an asynchronous copy that is over. The end that vLLM waits for may become pending."""
+        """Handle an asynchronous copy that is over. An end for which vLLM waits may become pending."""
         state, ordinal = self.state, copy.ordinal
         del state.under_way[copy.job_id]
         its = state.ends.get(ordinal)
@@ -444,7 +445,7 @@ class Owed(Projection):
             self._close(ordinal)
 
     def _close(self, ordinal: int) -> None:
-        """Close both ends of a life: vLLM has received one of them and gets no other."""
+        """Close both ends of a life, because vLLM has received one of them and gets no second one."""
         state = self.state
         its = state.ends.get(ordinal)
         if its is not None:

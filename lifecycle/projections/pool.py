@@ -1,8 +1,9 @@
-"""The host pool: the slots of each chunk, the holders of chunks, and the order in which the others are evicted.
+"""The host pool: the slots of each chunk, the holders of chunks, and the order in which other chunks are evicted.
 
-A chunk can be looked up once its save is completed on every rank, until it is evicted, tainted by a failed load, or
-made stale by a reset. A prefix is held while an answer promises it, a preempted request will come back for it, or a
-copy of it is in flight. `forest.py` decides which of the other chunks leaves first. Lookups change nothing.
+A chunk can be looked up from the completion of its save on every rank until it is evicted, tainted by a failed load, or
+made stale by a reset. A prefix has a holder as long as an answer promises it, a preempted request will come back for
+it, or a copy of it is in flight. `forest.py` decides which chunk without a holder leaves first. Lookups do not change
+the pool.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MANY = 4
 
 
 class SlotsState(msgspec.Struct, forbid_unknown_fields=True):
-    """Which slots are taken, and the order in which the others will be taken."""
+    """Which slots are taken, and in which order free slots will be taken."""
 
     num_touched: NumSlots = 0
     """One more than the largest slot ever taken."""
@@ -45,10 +46,10 @@ class SlotsState(msgspec.Struct, forbid_unknown_fields=True):
     references: dict[NumSlots, Count] = {}
 
     def check(self, num_slots: int) -> None:
-        """Check that each slot below `num_touched` is in exactly one place, and that no other slot is in any.
+        """Check that each slot below `num_touched` is in exactly one field of this state, and no other slot is in any.
 
         Raises:
-            ValueError: a slot is in two places or in none.
+            ValueError: a slot is in two fields or in none.
         """
         free, references = {*self.free, *self.failed}, self.references
         num_skipped, last_end, is_ascending = 0, 0, True
@@ -68,19 +69,19 @@ class SlotsState(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _run_of(skipped: Sequence[tuple[int, int]], slot: int) -> int | None:
-    """Return the index of the run with this slot; None if there is none."""
+    """Return the index of the run that contains the slot; None if no run does."""
     place = bisect_right(skipped, slot, key=lambda run: run[0]) - 1
     return None if place < 0 or slot >= skipped[place][1] else place
 
 
 class HostSlots(Projection):
-    """The free and the taken slots. A slot holds one block's page over all layers; several short chunks may share it.
+    """The free and the taken slots. A slot holds one page; several chunks that are shorter than a block may share it.
 
     Slots are allocated in a deterministic order:
 
     1. freed slots, the last one freed first;
     2. slots that were never taken, ascending;
-    3. slots whose save failed, the earliest failure first. If the slot is the cause, the next save would fail too.
+    3. slots whose save failed, the earliest failure first, because the next save into a bad slot would fail, too.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -88,7 +89,7 @@ class HostSlots(Projection):
         self.state = SlotsState()
 
     def check(self) -> None:
-        """Check that each slot is in one place."""
+        """Check that each slot is listed once, as taken or as free."""
         self.state.check(self.num_slots)
 
     @property
@@ -101,7 +102,7 @@ class HostSlots(Projection):
         return self.state.references.get(slot, 0)
 
     def candidates(self, count: int) -> tuple[int, ...]:
-        """Return the slots that the next save would use, fewer if fewer are free."""
+        """Return the `count` slots that the next save would use; fewer if fewer are free."""
         free = self.state.free
         if count == 1 and free:  # most saves are of one page
             return (free[-1],)
@@ -149,7 +150,7 @@ class HostSlots(Projection):
         return True
 
     def release(self, slots: Sequence[int], *, failed: bool = False) -> None:
-        """Remove a reference from each slot; a slot without references is free. `failed`: a save into them failed."""
+        """Remove a reference from each slot. A slot without references is free. `failed`: a save into them failed."""
         references, free = self.state.references, self.state.failed if failed else self.state.free
         if len(slots) >= _MANY and _have_count_1(references, slots):
             deque(map(references.__delitem__, slots), 0)
@@ -185,10 +186,10 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Number of times that a change of the pool may have left chunks without the chunks before them."""
 
     def check(self) -> None:
-        """Check that all held and queued chunks exist, and that parents come first.
+        """Check that all held and queued chunks exist, and that parents are stored before their children.
 
         Raises:
-            ValueError: a chunk is missing, or comes before its parent.
+            ValueError: a chunk is missing, or is stored before its parent.
         """
         known: set[bytes | None] = {None}
         for key, parent in self.parent_of.items():
@@ -212,7 +213,7 @@ class Victims(msgspec.Struct, frozen=True, gc=False):
 class Pool(Projection):
     """The chunks that can be looked up, and their holders.
 
-    A settlement concerns its job, and a promise the generation that received it.
+    The end of a copy changes only the chunks of its job. A promise belongs to the generation that got the answer.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class Pool(Projection):
         keep_for_preempted: bool,
         keeper: Callable[[], Callable[[bytes], bool] | None],
     ) -> None:
-        """`keeper` returns a function that says whether a chunk is evicted last, or None."""
+        """`keeper` returns a function that says whether an extension wants a chunk evicted last; None if none does."""
         self._tracker = tracker
         self._geometry = geometry
         self._jobs = jobs
@@ -237,7 +238,7 @@ class Pool(Projection):
         self.index()
 
     def check(self) -> None:
-        """Check the state, and the number of slots of each chunk."""
+        """Check the state, and that each chunk has the right number of slots."""
         self.state.check()
         if any(len(packed) != self._packing.size for packed in self.state.committed.values()):
             raise ValueError("a chunk of the host pool has too few or too many slots")
@@ -304,7 +305,7 @@ class Pool(Projection):
         return [chunk for chunk, key in enumerate(keys, first_chunk) if key not in committed and key not in saving]
 
     def num_committed(self, keys: Sequence[bytes], start: int = 0) -> int:
-        """Return how many of the keys are committed without a gap, given that the first `start` are."""
+        """Return how many keys from the first on are committed without a gap. The first `start` must be committed."""
         committed, end = self.state.committed, len(keys)
         while start < end and keys[start] in committed:
             start += 1
@@ -313,11 +314,12 @@ class Pool(Projection):
     # --- room ----------------------------------------------------------------------------------
 
     def victims(self, num_slots: int, keys: Sequence[bytes], end_chunk: int) -> Victims:
-        """Return the chunks to evict to free this many slots; all that may leave if these free too few.
+        """Return the chunks to evict to free this many slots. If that is impossible, return all that may leave.
 
         Args:
             num_slots: slots needed beyond the free ones; if not positive, no chunk leaves.
-            keys: keys of the request that saves. Its first chunks stay, because they are worth more than its last.
+            keys: chunk keys of the request that saves. Its chunks before `end_chunk` stay, because the first chunks of
+                a prompt are worth more than later ones.
             end_chunk: number of the chunk after those that the request has saved or is saving.
         """
         if num_slots <= 0:
@@ -327,7 +329,7 @@ class Pool(Projection):
         victims: list[bytes] = []
         num_freed = 0
         num_left: dict[int, int] = {}
-        """Slot → references left if the victims leave."""
+        """Slot → number of references that remain if the victims leave."""
         while num_freed < num_slots:
             # A chunk frees at most its own pages, so at least this many chunks must leave.
             more = list(islice(leaving, -(-(num_slots - num_freed) // num_pages)))
@@ -350,7 +352,7 @@ class Pool(Projection):
     # --- holders -------------------------------------------------------------------------------
 
     def _hold(self, holds: dict[int, bytes], holder: int, keys: Sequence[bytes], end_chunk: int) -> None:
-        """Let the holder hold only the first `end_chunk` chunks."""
+        """Let the holder hold the first `end_chunk` chunks, and no longer what it held before."""
         earlier = holds.pop(holder, None)
         key = self.forest.hold(keys, end_chunk)
         if key is not None:
@@ -479,7 +481,7 @@ class Pool(Projection):
         self._let_go(self.state.copying, event.job_id)
 
     def _is_behind_a_gap(self, save: Copy) -> bool:
-        """Whether the chunk before one of the save's chunks is missing from the pool."""
+        """Whether the pool lacks the chunk before one of the save's chunks."""
         keys, chunks, committed = save.keys, save.chunks, self.state.committed
         is_run = len(keys) == len(chunks) > 1 and chunks == tuple(range(chunks[0], chunks[0] + len(chunks)))
         if is_run and committed.keys() >= {*keys}:
@@ -487,9 +489,9 @@ class Pool(Projection):
         return not all(map(committed.__contains__, filter(None, map(self.forest.parent, keys))))
 
     def _store_whole(self, save: Copy) -> bool:
-        """Add the save's chunks if they are whole blocks and all of them are complete; else return False.
+        """Add the save's chunks if they are whole blocks and all of their pages were saved; else return False.
 
-        The chunks get the save's references to its slots.
+        The references of the save to its slots become references of the chunks.
         """
         keys, num_pages = save.keys, self._geometry.pages_per_chunk
         is_whole = len(keys) == len(save.chunks) and len(keys) * num_pages == len(save.slots)
@@ -531,9 +533,10 @@ class Pool(Projection):
         self._store(key, _packed(slots))
 
     def _completed(self, slots: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Replace missing slots by stored ones; return None if a page of a group without a window is still missing.
+        """Replace missing slots by earlier slots of the chunk.
 
-        A group with a window may lack pages that its window had left when the chunk was saved.
+        Returns None if a group without a window still lacks a page. A group with a window may lack pages that were
+        outside the window when the chunk was saved.
         """
         if stored is not None and len(stored) == len(slots):
             slots = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=True))

@@ -22,9 +22,9 @@ class Tail(msgspec.Struct):
     """Id of the save that writes the tail."""
     first_token: NumTokens
     end_token: SumOfTokens
-    """At most one chunk after `first_token`."""
+    """End of the tail, at most one chunk after `first_token`."""
     slots: tuple[Slot, ...]
-    """One for each page that the tokens touch."""
+    """One slot for each page that the tokens of the tail touch."""
     is_saved: bool = False
     load_id: JobId = 0
     """Id of the last load that reads the tail; 0: none."""
@@ -38,7 +38,8 @@ class RequestRecord(msgspec.Struct):
     """Number of this life. Request ids may be reused, ordinals never are."""
     num_prompt_tokens: NumTokens
     num_tokens: SumOfTokens
-    """Prompt and output tokens, as of the last event that has the number. A rollback removes no computed token."""
+    """Number of prompt and output tokens, from the last event that has it. A rollback does not reduce it below the
+    computed tokens."""
 
     # --- states; `table.py` has their transitions --------------------------------------------
     state: RequestState = RequestState.NEW
@@ -56,20 +57,23 @@ class RequestRecord(msgspec.Struct):
     num_preemptions: Count = 0
     num_failed_loads: Count = 0
     num_tokens_before_preemption: NumTokens = 0
-    """Most settled tokens that a preemption took. Computing a token below this number is a recomputation."""
+    """Largest number of settled tokens at a preemption. Computing a token below this number is a recomputation."""
 
     # --- blocks --------------------------------------------------------------------------------
     block_ids: array | None = None  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
-    """Block table as vLLM last sent it, 4 bytes per block; None while the request holds no blocks."""
+    """Block table of the request as vLLM last gave it, 4 bytes per block; None while the request holds no blocks."""
     lost_block_ids: array | None = None  # type: ignore[type-arg]
-    """Block table lost since the last step. The blocks' contents are intact until the next step's forward pass."""
+    """Block table that the request lost since the last step; None if it lost none. The blocks keep their contents
+    until the next step's forward pass."""
     window_freed_at: NumTokens | None = None
-    """Settled tokens when vLLM last freed pages that a window had left; None: vLLM freed none since the last step.
+    """Set by `window.left`: settled tokens up to which vLLM had freed pages outside the windows before that event.
 
-    Pages that a window left later are intact until the next step's forward pass.
+    None if there was no such event since the last step. Pages that a window has left after that number of tokens are
+    intact until the next step's forward pass.
     """
     window_freed_before_step: NumTokens | None = None
-    """`window_freed_at` before the last step. Pages that a window left later are intact until that step's forward."""
+    """Value of `window_freed_at` before the last step. Pages that a window left after that number of tokens are intact
+    until that step's forward pass."""
 
     # --- lookups -------------------------------------------------------------------------------
     answer: e.LookupAnswered | None = None
@@ -78,15 +82,16 @@ class RequestRecord(msgspec.Struct):
     A refused preemption and a rollback keep the answer, so it may be from an earlier generation.
     """
     answered_at: SequenceNumber = 0
-    """Sequence number of that answer."""
+    """Sequence number of `answer`."""
     claimed: e.LookupAnswered | None = None
-    """The answer that the last allocation claimed; None if no lookup came before it."""
+    """The answer that the last allocation claimed; None if no answer came before that allocation."""
     num_deferrals: Count = 0
     """Number of consecutive lookups that were deferred."""
     deferred_for: JobId = 0
     """Id of the copy for which the last lookup was deferred; 0 if it was answered."""
     wanted_boundary: Int64 = 0
-    """Tokens after which a load could have ended with a window's missing pages; 0: none. Saves include these pages."""
+    """Number of tokens at which a load could have ended if the pages that windows see there had been stored; 0: none.
+    Saves include these pages."""
 
     # --- chunks --------------------------------------------------------------------------------
     keys: list[bytes] = []
@@ -94,9 +99,9 @@ class RequestRecord(msgspec.Struct):
     num_chunks_handled: NumTokens = 0
     """Number of first chunks that need no save in this generation: each is saved, was found saved, or was declined."""
     tail: Tail | None = None
-    """Set only after a preemption, until the request computes again or the tail's tokens are in doubt."""
+    """Set after a preemption, until the request computes again or the tokens of the tail are in doubt; else None."""
     num_local_tokens: NumTokens | None = None
-    """Tokens that vLLM's prefix cache had at the last lookup; recorded only while a block is unfilled."""
+    """Number of tokens that vLLM's prefix cache had at the last lookup. Recorded only while a block is unfilled."""
 
     @property
     def path(self) -> str:
@@ -114,9 +119,9 @@ class RequestRecord(msgspec.Struct):
         return self.request_id, self.ordinal, self.generation
 
     def next_deferral(self, job_id: int, *, is_shared: bool) -> int:
-        """Return the number of consecutive deferrals if the next lookup is deferred for this job.
+        """Return the number of consecutive deferrals after another deferral, for this job.
 
-        With `is_shared`, another deferral for the same load does not count, because that wait always ends: the load is
+        With `is_shared`, another deferral for the same load does not count. Such a wait always ends: the load is
         reported or becomes overdue.
         """
         count = self.num_deferrals

@@ -1,4 +1,4 @@
-"""Sub-states of extensions, kept in `record.sub`. A sub-state moves before the phase that it refines."""
+"""Sub-states of extensions, kept in `record.sub`. A sub-state moves before the phase to which it belongs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvledger.lifecycle.projections.tracker import RequestTracker
 
 
 class SubStates(Projection):
-    """Moves the sub-states in the records of requests. Folds nothing unless an extension has rows."""
+    """Moves the sub-states in the records of requests. Folds nothing if no extension has sub-states."""
 
     def __init__(self, tables: Tables, tracker: RequestTracker, extensions: Extensions) -> None:
         self._tracker = tracker
@@ -27,7 +27,7 @@ class SubStates(Projection):
         }
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """Event class → fold: the marked methods, and `_walk` for each event that may move a sub-state or its phase."""
+        """Event class → fold: marked methods, and `_walk` for each class that may move a phase or a sub-state."""
         if not self._owner:
             return {}
         moving = (each for each in self._request_events if not self._phase.keys().isdisjoint(triggers_of(each)))

@@ -68,17 +68,17 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     num_arrived: Count = 0
     computed: ComputedTokens = msgspec.field(default_factory=ComputedTokens)
     time_ns: TimeNs = 0
-    """Time of the last event that has one."""
+    """Time of the last event that has a time."""
     unfilled: UnfilledBlocks = msgspec.field(default_factory=UnfilledBlocks)
     has_hook_failed: bool = False
     """Whether a hook has failed, so that events may be missing from the log."""
 
 
 class RequestTracker(Projection):
-    """Keeps the records. An observation concerns the current life of its request id.
+    """Keeps one record per request. An observation changes the record of the current life of its request id.
 
-    A decision that moves `phase`, `blocks` or `first` concerns one generation of a life. A quarantine, the count of
-    failed loads, and what happens to the tail concern the whole life.
+    A decision that moves `phase`, `blocks` or `first` counts for one generation of a life. A quarantine, the count of
+    failed loads, and changes of the tail count for the whole life.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RequestTracker(Projection):
 
     @property
     def time_ns(self) -> int:
-        """Time of the last event that has one."""
+        """Time of the last event that has a time."""
         return self.state.time_ns
 
     def __len__(self) -> int:
@@ -142,7 +142,7 @@ class RequestTracker(Projection):
         return iter(self.state.requests.values())
 
     def ordinal(self, request_id: str) -> int:
-        """Return the ordinal of the request id's current life; -1 once it is released."""
+        """Return the ordinal of the request id's current life; -1 if there is none."""
         record = self._present.get(request_id)
         return -1 if record is None else record.ordinal
 
@@ -151,7 +151,7 @@ class RequestTracker(Projection):
         return self.computed.count(record.ordinal)
 
     def save_threshold(self, record: RequestRecord, num_chunks: int) -> int:
-        """Return how many tokens must be settled before there is something to save after the first `num_chunks` chunks.
+        """Return the number of settled tokens from which on chunks after the first `num_chunks` are saved.
 
         Chunks of the prompt are saved at once, because other requests may need them soon. Decoded chunks wait for the
         end of an interval. Intervals count from token 0, so that requests that decode together are not saved together.
@@ -164,7 +164,7 @@ class RequestTracker(Projection):
     # --- moves ---------------------------------------------------------------------------------
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """Event class → fold: the marked methods. Other events that move states get a fold that only moves them."""
+        """Event class → fold: the marked methods. Other events that move states get a fold that only moves states."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
         for event_class in self._tables.request_events:
             if any(map(self._moves, triggers_of(event_class))):

@@ -1,6 +1,7 @@
-"""Unfilled blocks, whose contents are wrong: a load into them failed, or they were computed on top of such blocks.
+"""Unfilled blocks. Their contents are wrong: a load into them failed, or they were computed on top of such blocks.
 
-A block is filled again when it is allocated again, or written from its first position on, on top of filled blocks.
+A block is filled again when it is allocated again. It is also filled when it is written from its first position on and
+all blocks before it are filled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
-    """Part of the tracker's state, which the tracker updates.
+    """The unfilled blocks, as a part of the tracker's state that the tracker updates.
 
     Usually no block is unfilled, so test `blocks` before you ask about many blocks.
     """
@@ -34,9 +35,11 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
     loads: dict[JobId, tuple[tuple[BlockId, ...], bool]] = {}
     """Job id of a load in flight → (its blocks, whether it is asynchronous)."""
     lost: list[array] = []  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
-    """Block tables lost since the last step. A failure of that step concerns them too. The arrays never change."""
+    """Block tables that requests lost since the last step. A failure of that step concerns these tables, too. The
+    arrays never change."""
     lost_before_step: list[array] = []  # type: ignore[type-arg]
-    """Likewise, for the step before. With two steps in flight, vLLM schedules the second before a failure is known."""
+    """Block tables that requests lost between the last two steps. With two steps in flight, vLLM schedules the second
+    one before a failure of the first one is known."""
     num_failures: Count = 0
     """Number of times that blocks were added."""
 
@@ -45,7 +48,7 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
         return not self.blocks.keys().isdisjoint(block_ids)
 
     def add(self, block_ids: Sequence[int], records: Records) -> None:
-        """Add these blocks and, in each table, all blocks after the first of them, which were computed on top of it."""
+        """Add these blocks. In each table with one of them, add all blocks after it, too: they were computed on top."""
         failed = dict.fromkeys(block_ids)
         held = (record.block_ids or () for record in records.values())
         for table in (*held, *self.lost, *self.lost_before_step):

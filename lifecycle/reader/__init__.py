@@ -1,7 +1,8 @@
-"""The state that a log implies, computed without the code that decides, so that an error there cannot hide itself.
+"""The state that follows from a log, computed without the code that decides.
 
-The reader folds observations and recorded decisions, and uses nothing of `projections/` or `decisions/`. `layout.py`
-computes where tokens are. The reader shares only the events and the transition table with the code that decides.
+An error in the code that decides can therefore not hide itself. The reader folds observations and recorded decisions,
+and uses no code of `projections/` or `decisions/`. `layout.py` computes which pages hold which tokens. The reader and
+the code that decides have only the events and the transition tables in common.
 """
 
 from kvledger.lifecycle.marks import marked

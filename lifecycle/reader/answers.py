@@ -17,7 +17,7 @@ from kvledger.lifecycle.reader.records import Answer, Prefix
 
 
 class Allocation(NamedTuple):
-    """Allocated blocks, and the answer that they claimed."""
+    """One allocation of blocks, and the answer that it claimed."""
 
     sequence: int
     answer: Answer | None
@@ -36,11 +36,11 @@ class StoredAnswers(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Answers:
-    """Request id → its unclaimed answer, its last allocation, and the chunks that it waits for after a preemption.
+    """By request id: the unclaimed answer, the last allocation, and the chunks that a preempted request waits for.
 
-    A preemption, a session's next turn and the request's end withdraw answer and allocation. If states refuse the
-    preemption or the turn, only the allocation is withdrawn. A reset withdraws the answer. A preempted request waits
-    until it has blocks again, ends, or a reset comes.
+    A preemption, a session's next turn and the request's end withdraw answer and allocation. If the request's states
+    refuse the preemption or the turn, only the allocation is withdrawn. A reset withdraws the answer. A preempted
+    request waits until it has blocks again, until it ends, or until a reset.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Answers:
         )
 
     def prefixes(self) -> Iterator[Prefix]:
-        """Yield the prefixes that are promised or waited for."""
+        """Yield each prefix that a pending answer promises, or for which a preempted request waits."""
         yield from (answer.promised for answer in self._pending.values())
         yield from (prefix for prefix, _ in self._waited_for.values())
 
@@ -122,7 +122,7 @@ class Answers:
         )
 
     def lost(self) -> None:
-        """Forget what is promised and waited for, because events are missing."""
+        """Forget the answers, allocations and waits, because events are missing."""
         self._pending.clear()
         self._allocations.clear()
         self._waited_for.clear()

@@ -1,7 +1,7 @@
-"""Numbered lists of chunk keys, so that prefixes that share a list still share one after a state is restored.
+"""Numbered lists of chunk keys. After a state is restored, prefixes that shared a list share one again.
 
-A prefix is identified by its list, not by the keys in it, because a cut gives the life another list. See
-`records.Prefix`.
+A prefix is identified by its list object and not by the keys in the list: when keys of a life become invalid, the life
+gets another list. See `records.Prefix`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StoredPrefix(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Chains:
-    """The lists of one state: numbered when the state is captured, looked up when it is restored."""
+    """The lists of one state. They are numbered when the state is captured, and found by number when it is restored."""
 
     def __init__(self, chains: list[list[bytes]] | None = None) -> None:
         self.chains: list[list[bytes]] = [] if chains is None else chains
@@ -32,7 +32,7 @@ class Chains:
         """Keeps each list alive, so that no other list gets its address."""
 
     def number_of(self, keys: Sequence[bytes]) -> int:
-        """Return the number of this very list."""
+        """Return the number of this list object. An equal list has another number."""
         number = self._numbers.get(id(keys))
         if number is None:
             number = self._numbers[id(keys)] = len(self.chains)
@@ -47,7 +47,7 @@ class Chains:
         return StoredPrefix(prefix.ordinal, self.number_of(prefix.keys), prefix.num_chunks)
 
     def prefix(self, stored: StoredPrefix) -> Prefix:
-        """Return the prefix that was stored. Raises IndexError if its list is missing."""
+        """Return the prefix that was stored. Raises IndexError if its list of keys is missing."""
         if stored.ordinal == NEVER:
             return NO_PREFIX
         keys = self.chains[stored.chain]

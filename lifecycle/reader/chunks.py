@@ -26,16 +26,18 @@ class StoredChunks(msgspec.Struct, forbid_unknown_fields=True):
 
     committed: dict[bytes, tuple[int, ...]]
     departed: dict[bytes, Departed]
-    """Key → why the chunk is gone, in the order of departure."""
+    """Key → why the chunk was removed, in the order of removals."""
     late: list[bytes]
     num_added: int
     num_removed: int
 
 
 class Chunks:
-    """Committed chunks and their slots. A chunk is committed until it is evicted or tainted, or until a reset.
+    """Committed chunks and their slots.
 
-    Fold this after the copies, which show what was saved. Committed chunks and copies hold their slots.
+    A chunk is committed from the end of its save until it is evicted or tainted, or until a reset.
+    Fold this after the copies, because they have the job that an event settles. Committed chunks and copies in flight
+    hold their slots.
     """
 
     def __init__(self, copies: Copies, layout: Layout, slots: Slots, moment: Moment) -> None:
@@ -66,7 +68,7 @@ class Chunks:
         return self._committed.get(key)
 
     def departed(self, key: bytes) -> Departed | None:
-        """Return why the chunk is gone, while that is remembered."""
+        """Return why the chunk was removed; None if it was not removed, or if the reason is no longer remembered."""
         return self._departed.get(key)
 
     @property
@@ -80,7 +82,7 @@ class Chunks:
         return self._saving
 
     def num_committed(self, life: Life) -> int:
-        """Return how many chunks of the life are committed without a gap."""
+        """Return how many chunks of the life are committed, from the first one on and without a gap."""
         return len(list(takewhile(self._committed.__contains__, life.keys)))
 
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
@@ -89,7 +91,7 @@ class Chunks:
         return [each for each in chunks if keys[each] not in self._committed and keys[each] not in self._saving]
 
     def in_slots(self, slots: Iterable[int]) -> Mapping[int, bytes]:
-        """Slot → key of a committed chunk in it, for these slots. Looks at every chunk."""
+        """Slot → key of a committed chunk in it; slots without one are left out. Slow: it visits every chunk."""
         wanted = frozenset(slots)
         return {slot: key for key, its in self._committed.items() for slot in wanted.intersection(its)}
 

@@ -1,4 +1,4 @@
-"""Copies in flight, computed from the log: what goes where, since when, and which ranks have reported."""
+"""Copies in flight, computed from the log: slots, blocks, time in flight, and which ranks have reported them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reported(NamedTuple):
 
     job_id: int
     job: Copy | None
-    """A job in flight, or one that was given up before every rank had reported it; else None."""
+    """The job, if it is in flight or was given up before every rank had reported it; else None."""
     ranks_before: frozenset[int]
     """Ranks that had reported the job before."""
 
@@ -45,7 +45,7 @@ class StoredCopies(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Copies:
-    """Job id → job, from the event that issues it to the one that settles it. Fold this after the lives."""
+    """Job id → job, from the event that issues it to the event that settles it. Fold this after the lives."""
 
     def __init__(self, lives: Lives, layout: Layout, num_ranks: int, moment: Moment) -> None:
         self._moment = moment
@@ -55,7 +55,7 @@ class Copies:
         self._jobs: dict[int, Copy] = {}
         self._of_life: defaultdict[int, set[int]] = defaultdict(set)
         self.given_up: dict[int, Copy] = {}
-        """Job id → save given up before every rank had reported it: a rank may still write its slots."""
+        """Job id → save that was given up before every rank had reported it. A rank may still write its slots."""
         self.let_go: list[Copy] = []
         """Given-up saves that every rank has reported with the current report."""
         self.loads: set[int] = set()
@@ -75,7 +75,7 @@ class Copies:
         self.failure_sequence = 0
         """Sequence number of the last report of a failure."""
         self.is_withheld = False
-        """Whether kvledger reported that failure in the workers' place."""
+        """Whether that failure was reported by kvledger in place of the workers."""
         self.epoch = 0
         """Number of resets so far."""
         self.last_id = 0
@@ -98,15 +98,15 @@ class Copies:
         return [self._jobs[job_id] for job_id in sorted(self._of_life.get(ordinal, ()))]
 
     def prefixes(self) -> Iterator[Prefix]:
-        """Yield the prefixes that copies in flight need in the pool, without those that a reset removed."""
+        """Yield the prefixes that copies in flight need in the pool. Copies from before the last reset are left out."""
         return (job.prefix for job in self._jobs.values() if job.epoch == self.epoch)
 
     def owes(self, ordinal: int) -> bool:
-        """Whether a job of that life is in flight."""
+        """Whether a job of this life is in flight."""
         return ordinal in self._of_life
 
     def is_loading(self, ordinal: int, generation: int, *, outside_steps: bool = False) -> bool:
-        """Whether a load of this life and generation is in flight; with `outside_steps`, an asynchronous one."""
+        """Whether a load of this life and generation is in flight. With `outside_steps`: an asynchronous load."""
         return any(
             job.is_load and job.generation == generation and (job.is_async or not outside_steps)
             for job in self.of_life(ordinal)
@@ -117,7 +117,7 @@ class Copies:
         return any(job.is_async and not job.is_load and not job.is_fenced for job in self.of_life(ordinal))
 
     def is_own(self, job: Copy) -> bool:
-        """Whether the request is still in the job's generation, and holds blocks."""
+        """Whether the request still holds blocks, and is in the generation of the job."""
         life = self._lives.of(job.ordinal)
         return life is not None and life.generation == job.generation and life.blocks is not BlocksRegion.NONE
 

@@ -1,4 +1,4 @@
-"""Removes a request id's entries at chosen events, such as the end of a life, for checkers that do no more there."""
+"""Removes entries about a request at chosen events, such as the end of a life. For checkers that do no more there."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _TURNS: tuple[type[e.RequestEvent], ...] = (*LIFE, e.RequestPreempted, e.Request
 
 
 class Forgotten:
-    """Event class → dicts by request id, which lose the request's entry at such an event, before any check runs."""
+    """Dicts by request id. At events of chosen classes, a dict loses the entry of the request before any check runs."""
 
     def __init__(self) -> None:
         self._entries: dict[type[e.Event], list[dict[str, Any]]] = {event_class: [] for event_class in _TURNS}
 
     def at(self, event_classes: Iterable[type[e.Event]], *entries: dict[str, Any]) -> None:
-        """Forget entries of these dicts at events of these classes. Change the dicts, never replace them."""
+        """Remove the request from these dicts at events of these classes. Change the dicts, never replace them."""
         for event_class in event_classes:
             self._entries[event_class] += entries
 

@@ -1,14 +1,16 @@
-"""Which chunks, blocks and pages hold which tokens, and which of them a window sees.
+"""Which chunks, blocks and pages hold which tokens, and which pages a window sees.
 
-`geometry.py` computes the same for the code that decides. This module does not import it, so an error there cannot hide
-itself. The layout follows from four facts of the log format:
+`geometry.py` answers the same questions for the code that decides. This module does not import it, so an error in
+`geometry.py` cannot hide itself. The layout follows from four facts of the log format:
 
-- Tokens are counted from the request's first one. Block `b` holds `block_size` of them, from `b * block_size` on.
-- Chunk `c` holds `chunk_size` tokens, from `c * chunk_size` on. One size divides the other.
-- A request's table has one entry, a page, for each block and group of layers: `block * num_groups + group`.
-- In a group with a window of `w` tokens, a token sees `w` positions, the last of them its own; all if `w` is 0.
+- Tokens of a request are numbered from 0. Block `b` holds `block_size` tokens, from token `b * block_size` on.
+- Chunk `c` holds `chunk_size` tokens, from token `c * chunk_size` on. One of the two sizes divides the other.
+- A request's table has one entry, a page, for each block and group. Group `g` of block `b` is page
+  `b * num_groups + g`.
+- In a group with a window of `w` tokens, a token sees its own position and the `w - 1` positions before it. If `w` is
+  0, it sees all positions up to its own.
 
-The numbers come from a log and may be wrong, but nothing here takes longer for a larger number.
+The numbers come from a log and may be wrong. No function here takes longer for a larger number.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ import attrs
 
 @attrs.frozen
 class Layout:
-    """Sizes in tokens. A span of tokens is a `range` of their positions."""
+    """Where the tokens of a request are. Sizes are in tokens; a span of tokens is a `range` of token numbers."""
 
     block_size: int
     chunk_size: int
     windows: tuple[int, ...]
-    """Positions that a token of each group sees; 0: all."""
+    """Window of each group: number of positions that a token sees; 0: all positions."""
     num_groups: int = attrs.field(init=False, repr=False)
     has_windows: bool = attrs.field(init=False, repr=False)
-    """Whether a group has a window."""
+    """Whether at least one group has a window."""
     chunk_shares_block: bool = attrs.field(init=False, repr=False)
-    """Whether a block holds several chunks. The saved pages of a chunk then hold the chunks before it, too."""
+    """Whether a block holds several chunks. If so, the saved pages of a chunk also hold earlier chunks of the block."""
     num_pages_of_chunk: int = attrs.field(init=False, repr=False)
     """Number of pages that hold tokens of one chunk."""
 
@@ -63,13 +65,13 @@ class Layout:
         return range(first_block * self.num_groups, last_block * self.num_groups + self.num_groups)
 
     def pages_of_chunk(self, chunk: int) -> range:
-        """Return the pages that hold tokens of the chunk. The chunk's slots have the same order."""
+        """Return the pages that hold tokens of the chunk, in the order of the chunk's slots."""
         return self.pages_of(self.tokens_of_chunk(chunk))
 
     def pages_of_chunks(self, chunks: Sequence[int], max_pages: int) -> Sequence[int]:
-        """Return the pages of these chunks, each once, in the order of the chunks; at most `max_pages`.
+        """Return the pages of these chunks, in the order of the chunks and without repetitions; at most `max_pages`.
 
-        A log may name far more chunks than slots.
+        The limit is for logs that name far more chunks than there are slots.
         """
         if not chunks:
             return ()
@@ -84,18 +86,19 @@ class Layout:
         return list(pages)
 
     def chunks_of_load(self, tokens: range, num_known: int) -> range:
-        """Return the chunks that hold tokens of a load: chunks with known keys, and at most one after them.
+        """Return the chunks that hold tokens of a load: chunks with known keys, and at most one chunk after them.
 
-        The chunk after them is that of a tail.
+        The chunk after the known ones is the chunk of a tail. `num_known` is the number of chunks of the request whose
+        keys are known.
         """
         chunks = self.chunks_of(tokens)
         first_chunk = max(chunks.start, 0)
         return range(first_chunk, min(chunks.stop, max(num_known, first_chunk) + 1))
 
     def chunks_replaced_by(self, chunks: Iterable[int], num_known: int) -> list[int]:
-        """Return the other chunks in the saved pages of these chunks: those before them in the same block.
+        """Return the earlier chunks that share a block with one of these chunks, so that a save copies them, too.
 
-        In ascending order, and only chunks with known keys.
+        The result is in ascending order. It leaves out chunks from `num_known` on, whose keys are not known.
         """
         if not self.chunk_shares_block:
             return []
@@ -112,31 +115,35 @@ class Layout:
         return sorted(before - set(chunks))
 
     def is_seen(self, page: int, num_tokens: int) -> bool:
-        """Whether the token after the first `num_tokens`, or a later one, sees a position of the page."""
+        """Whether the token with the number `num_tokens`, or a later token, sees a position of the page."""
         window = self.windows[page % self.num_groups]
         return not window or self.tokens_of_page(page)[-1] > num_tokens - window
 
     def longest_seen(self, num_tokens: int, is_stored: Callable[[int, int], bool]) -> int:
-        """Return after how many tokens a load can end so that everything that the next token's windows see is stored.
+        """Return the length of the longest prefix after which a load can end.
 
-        The result is `num_tokens`, or the end of a chunk before it. Only groups with a window count.
+        All pages that the windows of the token after the prefix see must be stored. Groups without a window are not
+        checked. The result is `num_tokens`, or the end of a chunk before it.
 
         Args:
-            num_tokens: the most tokens to load.
-            is_stored: (page, tokens) → whether the page is stored with its share of the first `tokens` tokens.
+            num_tokens: the longest prefix to consider, in tokens.
+            is_stored: (page, tokens) → whether the page is stored with its part of the first `tokens` tokens.
         """
         while num_tokens > 0:
             missing = self._first_missing(num_tokens, is_stored)
             if missing is None:
                 return num_tokens
-            # From an earlier end after the missing page, the window begins earlier and sees the page too. An end inside
-            # the page needs less of the page.
+            # If the load ended earlier, but after the missing page, the window would begin earlier and see the page.
+            # If the load ends inside the page, less of the page is needed.
             last_token = min(num_tokens, missing.stop) - 1
             num_tokens = last_token - last_token % self.chunk_size
         return 0
 
     def _first_missing(self, num_tokens: int, is_stored: Callable[[int, int], bool]) -> range | None:
-        """Return the tokens of the first page that has some of these tokens, is seen after them and is not stored."""
+        """Return the tokens of the first page that windows of token `num_tokens` see and that is not stored.
+
+        Only pages with tokens before that token are considered. The result is None if all of these are stored.
+        """
         missing: list[range] = []
         for group, window in enumerate(self.windows):
             if window:

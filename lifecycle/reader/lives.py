@@ -1,6 +1,7 @@
 """Each life of a request, computed from the log: its state, its counts, its keys.
 
-This module uses observations and recorded decisions, and not `projections/`, so that an error there cannot hide itself.
+This module uses observations and recorded decisions, and no code of `projections/`, so that an error in that code
+cannot hide itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.machine import Standing, Tables
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.ranges import Count, SumOfTokens
 from kvledger.lifecycle.reader.chains import Chains
 from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
 from kvledger.lifecycle.reader.records import NEVER, Life, Spent
@@ -23,10 +25,10 @@ class StoredLives(msgspec.Struct, forbid_unknown_fields=True):
     """State of `Lives`, as plain values."""
 
     lives: list[tuple[Life, int]]
-    """(life without its keys, number of its list of keys), in the order of arrival."""
-    num_steps: int
-    num_scheduled_tokens: int
-    num_arrived: int
+    """(life without its keys, number of the list with its keys in `Chains`), in the order of arrival."""
+    num_steps: Count
+    num_scheduled_tokens: SumOfTokens
+    num_arrived: Count
     last_steps: tuple[int, int]
     has_hook_failed: bool
     is_partial: bool
@@ -34,10 +36,10 @@ class StoredLives(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Lives:
-    """Request id → its present life; ordinal → that life.
+    """The present life of each request id, also by ordinal.
 
-    The tables define where state and blocks go. An event is legal if the tables have a row for it. If events are
-    missing, lives continue as partial lives, and an event about an unknown id begins a partial life.
+    The transition tables define how events move state and blocks. An event is legal if the tables have a row for it. If
+    events are missing, lives continue as partial lives, and an event about an unknown request id begins a partial life.
     """
 
     def __init__(self, tables: Tables, chunk_size: int, moment: Moment) -> None:
@@ -69,15 +71,15 @@ class Lives:
         return iter(self._lives.values())
 
     def get(self, request_id: str) -> Life | None:
-        """Return the present life of an id, for observations; None if there is none."""
+        """Return the present life of a request id, for observations; None if there is none."""
         return self._lives.get(request_id)
 
     def of(self, ordinal: int) -> Life | None:
-        """Return the life with this ordinal, for decisions; None once it is over."""
+        """Return the life with this ordinal, for decisions; None after the life is over."""
         return self._by_ordinal.get(ordinal)
 
     def in_generation(self, decision: e.RequestDecision) -> Life | None:
-        """Return the decision's life, if it is still in the generation that the decision names."""
+        """Return the decision's life if it is in the generation that the decision names; else None."""
         life = self.of(decision.ordinal)
         return life if life is not None and life.generation == decision.generation else None
 
@@ -87,23 +89,23 @@ class Lives:
         return sum(life.state is not RequestState.FINISHED for life in self)
 
     def path_before_observation(self, life: Life) -> str:
-        """Return the life's path before the last observation; empty if the life began there or the path was unknown."""
+        """Return the life's path before the last observation; empty if the life began there or had no known path."""
         return life.path_before if life.moved_at == self._moment.cause else life.path
 
     def num_computed_tokens(self, life: Life) -> int:
-        """Return the tokens computed or in flight after the last step."""
+        """Return how many tokens of the life are computed or in flight after the last step."""
         if life.decoding_since == NEVER:
             return life.counted_tokens
         return life.counted_tokens + self.num_steps - life.decoding_since
 
     def num_computed_before_step(self, life: Life) -> int:
-        """Return the tokens computed or in flight before the last step."""
+        """Return how many tokens of the life were computed or in flight before the last step."""
         if life.row[0] == self.num_steps:
             return life.row[1]
         return self.num_computed_tokens(life) - (life.decoding_since != NEVER)  # else it was not in the step
 
     def num_steps_decoding(self, life: Life) -> int:
-        """Return for how many steps in a row the life has decoded one token without a row in `StepScheduled`."""
+        """Return for how many steps in a row the life has been steady."""
         return 0 if life.decoding_since == NEVER else self.num_steps - life.decoding_since
 
     def stored(self, chains: Chains) -> StoredLives:
@@ -142,7 +144,7 @@ class Lives:
         return over
 
     def lost(self) -> None:
-        """Keep the lives, although events are missing. Their counts are only bounds from here on."""
+        """Mark all lives as partial, because events are missing. From here on, their counts are only bounds."""
         self._is_partial = True
         for life in self:
             life.is_partial = True
@@ -151,9 +153,9 @@ class Lives:
             life.num_own = life.num_old = NEVER
 
     def meetings(self) -> Visits:
-        """Pairs (event class, fold) for the events of requests.
+        """Return pairs (event class, fold) for all classes of events about one request.
 
-        These folds run before all others. They find the event's life, check that the event is legal, and update the
+        These folds run before all others. They find the event's life, record whether the event is legal, and update the
         life's state and blocks.
         """
         events = [event_class for event_class in self._events if event_class is not e.RequestArrived]
@@ -188,7 +190,7 @@ class Lives:
             self._note_path(life, moment.path_before)
 
     def _note_path(self, life: Life, path: str) -> None:
-        """Record that the life's path changes at this event. Of several changes at an observation, the first counts."""
+        """Record that the life's path changes at this event. Only the first change at an observation counts."""
         if life.moved_at != self._moment.cause:
             life.moved_at, life.path_before = self._moment.cause, path
 
@@ -211,7 +213,7 @@ class Lives:
     # --- after a gap -----------------------------------------------------------------------------
 
     def _met_late(self, event: e.RequestEvent, life: Life | None) -> Life | None:
-        """Return the life that an event is about, if other events are missing. An unknown id begins a life here."""
+        """Return the life that an event is about, if events are missing. An event about an unknown id may begin one."""
         if not isinstance(event, e.RequestDecision):
             return self._begin_late(event.request_id) if life is None else life
         if life is not None and NEVER < life.ordinal < event.ordinal:  # the id was used again while events are missing
@@ -234,7 +236,7 @@ class Lives:
 
     @staticmethod
     def _tell_state(life: Life, dests: Mapping[Standing, tuple[Standing, bool]]) -> None:
-        """Set the state to the only one that the event can lead to, if there is only one."""
+        """Set the state of a life whose state is unknown, if the event can lead to one state only."""
         states = {state for (state, _), is_legal in dests.values() if is_legal}
         if len(states) == 1:
             life.state, life.is_state_known = states.pop(), True
@@ -384,7 +386,7 @@ class Lives:
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        """Count one token for each life that decodes, unless the step pauses it or has a row for it."""
+        """Fold a step. A steady life gets one token, unless the step pauses the life or has a row for it."""
         self._moment.refused_rows, self._moment.unknown_rows, self._moment.moved_rows = [], [], []
         for ordinal in event.paused:
             life = self.of(ordinal)
@@ -428,7 +430,7 @@ class Lives:
         life.is_state_known = True
 
     def _row(self, life: Life, num_computed_tokens: int) -> None:
-        """Compare the row's computed tokens with the count, which for a decoding life includes this step already."""
+        """Compare the computed tokens in a row with the counted ones, which include this step if the life is steady."""
         counted = self.num_computed_tokens(life) - (life.decoding_since != NEVER)
         if num_computed_tokens > counted:
             self._moment.moved_rows.append((life, counted, num_computed_tokens))

@@ -1,4 +1,4 @@
-"""Everything that a log implies, folded once for all of its readers."""
+"""All state that the reader computes from a log. It is folded once, and all visitors query it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _ASKS: Mapping[str, frozenset[str]] = {
     "tails": frozenset({"lives", "copies", "chunks"}),
     "answers": frozenset({"lives", "forgotten"}),
 }
-"""Part → other parts that it queries, or that count the same slots."""
+"""Name of a part → names of the parts that must be folded with it: the part queries them, or they hold slots, too."""
 EVERY_PART = frozenset({*_ASKS, "forgotten"})
 
 
 class StoredModel(msgspec.Struct, forbid_unknown_fields=True):
-    """State of a model, as plain values."""
+    """State of a `Model` after an event, as plain values."""
 
     moment: StoredMoment
     lives: StoredLives
@@ -47,16 +47,16 @@ class StoredModel(msgspec.Struct, forbid_unknown_fields=True):
     answers: StoredAnswers
     chains: list[list[bytes]]
     besides: dict[str, StoredState]
-    """Name → state of a part that only another class of model has."""
+    """Name of a part that only a subclass of `Model` has → state of that part."""
 
 
 class Model:
-    """State after each event. The model folds an event before a visitor is called with that event."""
+    """All state that follows from the events so far. The model folds an event before visitors are called with it."""
 
     def __init__(self, tables: machine.Tables, configuration: LedgerConfiguration) -> None:
         self.configuration = configuration
         self.request_events = tables.request_events
-        """Classes of the events in the life of one request."""
+        """Classes of the events about one request."""
         self.layout = layout = Layout(configuration.block_size, configuration.chunk_size, configuration.windows)
         self.moment = moment = Moment()
         self.forgotten = Forgotten()
@@ -92,7 +92,7 @@ class Model:
         """Restore a stored state. Call this before the first event.
 
         Raises:
-            Exception: no log leads to such a state.
+            Exception: of any class, if no log can lead to the stored state.
         """
         moment, chains = self.moment, Chains(stored.chains)
         moment.sequence, moment.cause = stored.moment.sequence, stored.moment.cause
@@ -107,18 +107,18 @@ class Model:
         self._resume_besides(stored.besides, chains, trusts_other_code=trusts_other_code)
 
     def _resume_besides(self, _stored: Mapping[str, StoredState], _chains: Chains, *, trusts_other_code: bool) -> None:
-        """Restore the parts that only another class of model has."""
+        """Restore the parts that only a subclass has. `Model` itself has none."""
 
     def lost(self) -> None:
-        """Forget what is not known because events are missing. Of lives, keep what must still be true."""
+        """Forget everything that missing events may have changed. Lives are kept, but their counts become bounds."""
         for part in (self.lives, self.tables, self.copies, self.slots, self.chunks, self.tails, self.answers):
             part.lost()
 
     def parts(self) -> Mapping[str, object]:
-        """Name → part, in folding order.
+        """Name → part, in the order in which the parts fold an event.
 
-        Tables and tails fold before the lives, because they need a life that the event may end. Copies fold before the
-        chunks, which need to know what was saved.
+        Tables and tails come before the lives, because they need a life that the event may end. Copies come before the
+        chunks, because the chunks need the job that the event settles.
         """
         return {
             "forgotten": self.forgotten,
@@ -131,7 +131,7 @@ class Model:
         }
 
     def folds(self, needs: Iterable[str] = EVERY_PART) -> Visits:
-        """(event class, fold) of these parts and of those that they query. Folds run before visitors."""
+        """Return pairs (event class, fold) of the parts in `needs`, and of parts that these parts query."""
         wanted = set(needs)
         if wanted >= EVERY_PART:
             chosen = self.parts()

@@ -1,120 +1,135 @@
-"""What the reader stores about each thing in a log, as plain data."""
+"""The reader's records of lives, copies, answers and tails, as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import attrs
 import msgspec
 
+from kvledger.lifecycle import ranges
 from kvledger.lifecycle.events import NO_SLOT, LookupAnswered
+from kvledger.lifecycle.ranges import MAX_INT64, MAX_NS, Count, Generation, JobId, Ordinal, SumOfTokens, TimeNs
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 NEVER = -1
+_OrNever = Annotated[int, msgspec.Meta(ge=NEVER, le=MAX_INT64)]
+"""A number from 0, or `NEVER`. All types of stored records have limits, so a manipulated snapshot is refused."""
 
 
 class Spent(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """Time that a life spent before it finished, in nanoseconds. Time without events counts for the state before."""
+    """Nanoseconds that a life spent in its states before it finished.
 
-    queued_ns: int = 0
-    """From its arrival until its first step, or until that step's load is over."""
-    running_ns: int = 0
-    """Includes the waits between the turns of a session."""
-    preempted_ns: int = 0
-    """Without its blocks, and until its KV is loaded again."""
+    The time between two events counts for the state after the first one.
+    """
+
+    queued_ns: TimeNs = 0
+    """Nanoseconds in `new`: from the arrival until the first step, or until the load of that step is over."""
+    running_ns: TimeNs = 0
+    """Nanoseconds in `chunked_prefill` and `running`, including the waits between the turns of a session."""
+    preempted_ns: TimeNs = 0
+    """Nanoseconds in `preempted` and `recovering`: from a preemption until the request has computed tokens again."""
 
     @property
     def total_ns(self) -> int:
-        """Sum of the three, in nanoseconds."""
+        """Sum of the three times, in nanoseconds."""
         return self.queued_ns + self.running_ns + self.preempted_ns
 
     def with_time_in(self, state: RequestState, duration_ns: int) -> Spent:
-        """Return these times with more time in one state. Negative time, as in a manipulated log, counts as none."""
-        duration_ns = max(0, duration_ns)
+        """Return these times plus a duration in a state.
+
+        In a manipulated log a duration may be negative, which counts as 0. A time is at most `MAX_NS`.
+        """
+
+        def longer(time_ns: int) -> int:
+            return min(MAX_NS, time_ns + max(0, duration_ns))
+
         match state:
             case RequestState.NEW:
-                return Spent(self.queued_ns + duration_ns, self.running_ns, self.preempted_ns)
+                return Spent(longer(self.queued_ns), self.running_ns, self.preempted_ns)
             case RequestState.PREEMPTED | RequestState.RECOVERING:
-                return Spent(self.queued_ns, self.running_ns, self.preempted_ns + duration_ns)
+                return Spent(self.queued_ns, self.running_ns, longer(self.preempted_ns))
             case RequestState.FINISHED:
                 return self
             case _:
-                return Spent(self.queued_ns, self.running_ns + duration_ns, self.preempted_ns)
+                return Spent(self.queued_ns, longer(self.running_ns), self.preempted_ns)
 
 
 class Life(msgspec.Struct, gc=False, eq=False):
     """One life of a request id, from its arrival until it is released or its id is used again.
 
-    Fields with `_at` are sequence numbers of events, 0 if none is known.
+    Fields that end in `_at` are sequence numbers of events, 0 if there is no such event.
     """
 
     request_id: str
-    ordinal: int
-    num_prompt_tokens: int
-    num_tokens: int
-    """Prompt and output tokens in the last event that has them. A rollback does not remove computed ones."""
+    ordinal: Ordinal
+    num_prompt_tokens: SumOfTokens
+    num_tokens: SumOfTokens
+    """Number of prompt and output tokens, from the last event that has it. A rollback does not reduce it below the
+    computed tokens."""
     state: RequestState = RequestState.NEW
     sub_state: str = ""
-    """Sub-state of an extension; empty if there is none."""
+    """Sub-state of an extension; empty if the life is in none."""
     blocks: BlocksRegion = BlocksRegion.NONE
     is_partial: bool = False
-    """Whether its beginning is not in the log, so that state and counts are known only as far as events have them."""
+    """Whether events of the life may be missing. State and counts are then known only as later events show them."""
     is_state_known: bool = True
-    """Whether its state is known. False for a partial life until an event shows it."""
-    arrived_at: int = 0
-    arrived_ns: int = 0
-    state_since_ns: int = 0
+    """Whether `state` is known. False for a life that begins after a gap, until an event shows its state."""
+    arrived_at: ranges.Sequence = 0
+    arrived_ns: TimeNs = 0
+    state_since_ns: TimeNs = 0
     spent: Spent = Spent()
     """Time spent before `state_since_ns`."""
-    num_preemptions: int = 0
-    num_tokens_before_preemption: int = 0
-    """Largest number of settled tokens that it has lost. Computing a token below it means to recompute."""
-    preempted_at: int = 0
+    num_preemptions: Count = 0
+    num_tokens_before_preemption: SumOfTokens = 0
+    """Largest number of settled tokens at a preemption of the life. Computing a token below it is a recomputation."""
+    preempted_at: ranges.Sequence = 0
     """Its last preemption."""
-    reset_at: int = 0
-    """The last reset while it held blocks."""
-    generation: int = 0
-    num_failed_loads: int = 0
+    reset_at: ranges.Sequence = 0
+    """Sequence number of the last reset at which the life held blocks."""
+    generation: Generation = 0
+    num_failed_loads: Count = 0
     skips_prefix_cache: bool = False
-    """Whether vLLM uses no cached tokens for it."""
+    """Whether vLLM uses no cached tokens for the request."""
     is_salted: bool = False
-    """Whether it has a `cache_salt`."""
+    """Whether the request has a `cache_salt`."""
     computes_first: bool = False
-    """Whether its load failed and no step has computed anything for it since."""
-    moved_at: int = NEVER
-    """The last observation at which its path changed; `NEVER` if none is known."""
+    """Whether a load of the life failed, and no step has computed anything for the request since."""
+    moved_at: _OrNever = NEVER
+    """Sequence number of the last observation at which `path` changed; `NEVER` if none is known."""
     path_before: str = ""
-    """Its path before that observation."""
+    """Value of `path` before the observation `moved_at`."""
     quarantined: bool = False
-    quarantined_at: int = 0
+    quarantined_at: ranges.Sequence = 0
     """Its first quarantine."""
-    stale_generation: int = NEVER
-    """Generation that a reset made stale, of which nothing may be saved."""
-    counted_tokens: int = 0
-    """Computed or scheduled tokens when they were last recorded."""
-    decoding_since: int = NEVER
-    """Number of the step since which it decodes one token per step without a row in `StepScheduled`."""
+    stale_generation: _OrNever = NEVER
+    """Generation with KV from before a reset, of which nothing may be saved; `NEVER` if there is none."""
+    counted_tokens: SumOfTokens = 0
+    """Number of tokens computed or in flight, when last counted. It stays the same while the life is steady."""
+    decoding_since: _OrNever = NEVER
+    """Number of steps in the log when the life became steady; `NEVER` if it is not steady."""
     row: tuple[int, int] = (NEVER, 0)
-    """Number of the last step that recorded it, and its computed tokens before that step."""
+    """(number of the last step that has a row for the life, computed tokens in that row)."""
     settled: tuple[int, int] = (0, 0)
-    """(tokens that are certainly written, event that shows this); the event is 0 if the number is only a bound."""
-    settled_before: int = 0
-    """Settled tokens before that event."""
-    num_own: int = NEVER
-    """Blocks at the front of its table that the next allocation does not newly give; `NEVER` if not known."""
-    num_old: int = NEVER
-    """Likewise, at its last allocation."""
-    finished_at: int = 0
-    held_at: int = NEVER
-    """The event that held its blocks for a copy; `NEVER` if none is known."""
+    """(settled tokens, sequence number of the event that shows this number; 0 if the number is only a bound)."""
+    settled_before: SumOfTokens = 0
+    """Number of settled tokens before the event in `settled`."""
+    num_own: _OrNever = NEVER
+    """Number of blocks at the front of the next allocation's table that are not new; `NEVER` if not known."""
+    num_old: _OrNever = NEVER
+    """Number of blocks at the front of the last allocation's table that were not new; `NEVER` if not known."""
+    finished_at: ranges.Sequence = 0
+    held_at: _OrNever = NEVER
+    """Sequence number of the `blocks.held` event of the life; `NEVER` if there is none."""
     keys: list[bytes] = msgspec.field(default_factory=list)
-    """Keys of its first chunks that were observed. The list only grows; a cut replaces it."""
+    """Keys of the chunks from the first one on, as far as they were observed. The list only grows; if keys become
+    invalid, a new list replaces it."""
 
     @property
     def name(self) -> tuple[str, int, int]:
-        """(request id, ordinal, generation), the first fields of a decision about it."""
+        """(request id, ordinal, generation): the first fields of a decision about the life."""
         return self.request_id, self.ordinal, self.generation
 
     @property
@@ -126,12 +141,12 @@ class Life(msgspec.Struct, gc=False, eq=False):
 
     @property
     def has_known_beginning(self) -> bool:
-        """Whether the reader has seen its arrival, or started from a snapshot that has it."""
+        """Whether the reader has seen the life's arrival, or began at a snapshot that has it."""
         return self.arrived_at > 0 or not self.is_partial
 
     @property
     def is_stale(self) -> bool:
-        """Whether its KV is from before a reset."""
+        """Whether the KV of the life is from before a reset."""
         return self.stale_generation == self.generation
 
 
@@ -141,12 +156,12 @@ class Prefix:
 
     ordinal: int
     keys: Sequence[bytes]
-    """The life's keys, which may be more than those of the prefix."""
+    """All known keys of the life. The prefix has the first `num_chunks` of them."""
     num_chunks: int
 
     @classmethod
     def of(cls, life: Life | None, num_chunks: int) -> Self:
-        """Return the first chunks of the life whose keys are known."""
+        """Return the first `num_chunks` chunks of the life, or fewer if fewer keys are known."""
         if life is None:
             return cls(NEVER, (), 0)
         return cls(life.ordinal, life.keys, max(0, min(num_chunks, len(life.keys))))
@@ -157,7 +172,7 @@ class Prefix:
         return frozenset(self.keys[: self.num_chunks])
 
     def has(self, chunk: int, key: bytes) -> bool:
-        """Whether it contains chunk number `chunk` with this key."""
+        """Whether the prefix contains chunk number `chunk` with this key."""
         return chunk < self.num_chunks and self.keys[chunk] == key
 
 
@@ -167,84 +182,84 @@ NO_PREFIX = Prefix(NEVER, (), 0)
 class Copy(msgspec.Struct, gc=False):
     """One load or save that has not been settled.
 
-    Fields with `_at` are sequence numbers of events, 0 if there is none.
+    Fields that end in `_at` are sequence numbers of events, 0 if there is no such event.
     """
 
-    sequence: int
-    """Sequence number of the event that issued it."""
-    job_id: int
+    sequence: ranges.Sequence
+    """Sequence number of the event that issued the copy."""
+    job_id: JobId
     request_id: str
-    ordinal: int
-    """Ordinal of the life that it was issued for."""
-    generation: int
+    ordinal: Ordinal
+    """Ordinal of the life for which the copy was issued."""
+    generation: Generation
     is_load: bool
     is_async: bool
     chunks: tuple[int, ...]
     keys: tuple[bytes, ...]
-    """Keys of the chunks that were known when it was issued."""
+    """Keys of `chunks`, as far as they were known when the copy was issued."""
     earlier_keys: tuple[tuple[int, bytes], ...]
-    """(chunk, key) of earlier chunks in the blocks of a save, which its images contain too."""
+    """(chunk, key) of earlier chunks in the blocks of a save. The saved pages contain these chunks, too."""
     slots: tuple[int, ...]
     block_ids: tuple[int, ...]
     prefix: Prefix
     """The chunks up to the last one that the copy reads or adds. For a tail: the whole chunks before the tail."""
-    epoch: int
-    """Number of resets before it was issued."""
-    since_step: int
-    """Steps in the log when it was issued, or when the workers were asked about it."""
-    since_ns: int
+    epoch: Count
+    """Number of cache resets before the copy was issued."""
+    since_step: Count
+    """Number of steps when the copy was issued, or when the workers were reminded of it or first asked about it."""
+    since_ns: TimeNs
     leaves_out: bool = False
-    """Whether it is a save that leaves out pages because a window had left them."""
+    """Whether the copy leaves out pages because of windows."""
     is_asked_after: bool = False
     is_fenced: bool = False
-    """Whether a step waits for it."""
-    lost_at: int = 0
-    """The preemption or end that took the blocks of a load."""
+    """Whether a step waits for the copy because its blocks were taken."""
+    lost_at: ranges.Sequence = 0
+    """Sequence number of the preemption or end that took the blocks of the copy."""
     ranks_done: frozenset[int] = frozenset()
     ranks_failed: frozenset[int] = frozenset()
     is_before_forward: bool = False
-    """Whether it is a save that must end before its step computes anything."""
-    num_tokens: int = 0
-    """Tokens of a load or of a tail; 0 for a save of chunks."""
-    delivered_at: int = 0
-    """The `EffectsDelivered` that handed it out."""
-    delivered_step: int = 0
-    """Steps in the log when it was handed out."""
-    awaited_at: int = 0
-    """The first `EffectsDelivered` whose step had to wait for it."""
-    asked_at: int = 0
-    """The last `EffectsDelivered` that asked the workers about it."""
+    """Whether the copy is a save that must end before its step computes anything."""
+    num_tokens: SumOfTokens = 0
+    """Number of tokens of a load or of a tail; 0 for a save of chunks."""
+    delivered_at: ranges.Sequence = 0
+    """Sequence number of the `EffectsDelivered` that handed out the copy."""
+    delivered_step: Count = 0
+    """Number of steps in the log when the copy was handed out."""
+    awaited_at: ranges.Sequence = 0
+    """Sequence number of the first `EffectsDelivered` whose step had to wait for the copy."""
+    asked_at: ranges.Sequence = 0
+    """Sequence number of the last `EffectsDelivered` that asked the workers about the copy."""
     reminders: tuple[bool, ...] = ()
-    """Whether a step has to wait, for each reminder that was decided and not handed out."""
+    """For each reminder that was decided and not handed out: whether a step has to wait for the copy."""
 
     @property
     def filled(self) -> list[int]:
-        """The blocks that a load fills, without those of pages that a window does not see."""
+        """The blocks that a load fills. Blocks of pages outside a window are left out."""
         return [block_id for slot, block_id in zip(self.slots, self.block_ids, strict=False) if slot != NO_SLOT]
 
     @property
     def life(self) -> tuple[str, int, int]:
-        """(request id, ordinal, generation), the first fields of a decision about it."""
+        """(request id, ordinal, generation): the first fields of a decision about the copy."""
         return self.request_id, self.ordinal, self.generation
 
 
 class Answer(NamedTuple):
-    """The last answer to a lookup."""
+    """One answer to a lookup."""
 
     sequence: int
     event: LookupAnswered
     promised: Prefix
-    """The chunks that it promises to the scheduler."""
+    """The chunks up to the end of the offered tokens; empty if no token is offered."""
 
     @property
     def life(self) -> tuple[str, int, int]:
-        """(request id, ordinal, generation) that it was given to."""
+        """(request id, ordinal, generation) of the request that got the answer."""
         return self.event.request_id, self.event.ordinal, self.event.generation
 
 
 @attrs.frozen
 class IssuedTail:
-    """Tokens from `first_token` to before `end_token`, which are being saved or saved."""
+    """A tail that is being saved or is saved: the tokens from `first_token` to before `end_token`."""
 
     job_id: int
     sequence: int
@@ -253,11 +268,11 @@ class IssuedTail:
     slots: tuple[int, ...]
     is_saved: bool = False
     load_id: int = 0
-    """Job id of the last load that reads it; 0 if none does."""
+    """Job id of the last load that reads the tail; 0 if none does."""
 
 
 class Departed(NamedTuple):
-    """Why a once committed chunk cannot be looked up, and the event that removed it."""
+    """Why a committed chunk cannot be looked up any more, and the sequence number of the event that removed it."""
 
     reason: str
     sequence: int

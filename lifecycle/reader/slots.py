@@ -1,6 +1,6 @@
 """How many chunks, copies and tails need each slot of the host pool.
 
-This module counts. It does not know what is in a slot.
+This module only counts, and does not know what is in a slot.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Slots:
                 self._num_holders[slot] = self._num_holders.get(slot, 0) + 1
 
     def hold_for_writing(self, slots: Sequence[int]) -> list[int]:
-        """Do the same as `hold`. Return the slots that had a holder, occur twice, or do not exist."""
+        """Add a holder to each of these slots. Return the slots that had a holder, occur twice, or do not exist."""
         self.hold(slots)
         return [slot for slot in slots if self._num_holders.get(slot, 1) > 1 or not NO_SLOT <= slot < self.num_slots]
 

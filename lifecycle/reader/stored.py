@@ -1,4 +1,4 @@
-"""State that one process stores and another restores: what can be read back, and by which code."""
+"""State that one process stores and another one restores, with checks that layout and code are the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NotResumable(ValueError):
 
 @cache
 def layout_of(state: type[msgspec.Struct]) -> str:
-    """Return a description of what can be read back of a state."""
+    """Return a description of a state's fields and types, which stored bytes must fit."""
     return repr(msgspec.inspect.type_info(state))
 
 
@@ -43,10 +43,10 @@ class StoredState(msgspec.Struct, forbid_unknown_fields=True):
         return cls(*_fingerprints(owner, type(state)), msgspec.Raw(_encode(state)))
 
     def state_for(self, owner: object, kind: type[_State], *, trusts_other_code: bool) -> _State:
-        """Return the state for an owner of the same class.
+        """Return the stored state, for an owner of the same class.
 
         Raises:
-            NotResumable: other code stored the state and is not trusted, or the owner's state has another layout.
+            NotResumable: the owner's state has another layout, or other code stored the state and is not trusted.
             Undecodable: the bytes are damaged.
         """
         layout, code = _fingerprints(owner, kind)

@@ -10,7 +10,7 @@ from kvledger.lifecycle.reader.records import Life
 
 
 class SubStates:
-    """Moves `Life.sub_state`. Call it before the state moves."""
+    """Moves `Life.sub_state`. Call `move` before the state of the life moves."""
 
     def __init__(self, tables: Tables) -> None:
         self._moves = tables.sub_states
@@ -22,7 +22,7 @@ class SubStates:
         """Extension that was stopped → sequence number of that event."""
 
     def move(self, event: e.RequestEvent, trigger: str, life: Life) -> None:
-        """Enter the sub-state that the event leads to, or leave the one that it leads out of."""
+        """Let the life enter the sub-state to which the event leads, or leave its sub-state if its phase changes."""
         if not self._owner:
             return
         dest = self._dests.get(trigger, {}).get(life.state)
@@ -41,7 +41,7 @@ class SubStates:
             life.sub_state = ""
 
     def stop(self, extension: str, sequence: int, lives: Iterable[Life]) -> None:
-        """Stop the extension, and leave its sub-states."""
+        """Stop the extension, and let these lives leave its sub-states."""
         self.stopped.setdefault(extension, sequence)
         for life in lives:
             if self._owner.get(life.path) == extension:

@@ -1,4 +1,4 @@
-"""Which blocks each life holds, and which it lost since the last step."""
+"""Which blocks each life holds, and which blocks it lost since the last step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvledger.lifecycle.states import BlocksRegion
 
 
 class StoredTables(msgspec.Struct, forbid_unknown_fields=True):
-    """Ordinal → block ids in token order."""
+    """State of `Tables`, as plain values: ordinal → block ids in token order."""
 
     held: dict[int, list[int]]
     lost: dict[int, list[int]]
-    """Ordinal → block ids lost since the last step."""
+    """Ordinal → ids of the blocks that the life lost since the last step."""
 
 
 class Tables:
-    """Ordinal → block ids, 4 bytes each. Fold this before the lives, which forget a life that is over."""
+    """Ordinal → block ids, 4 bytes each. Fold this before the lives, because they forget a life that is over."""
 
     def __init__(self, lives: Lives, layout: Layout, moment: Moment) -> None:
         self._moment = moment
@@ -52,7 +52,7 @@ class Tables:
         return () if life is None else self.of(life.ordinal)
 
     def lost_by(self, life: Life | None) -> Sequence[int]:
-        """Return the blocks that the life lost since the last step. They are intact until the next forward."""
+        """Return the blocks that the life lost since the last step. They keep their contents until the next forward."""
         return () if life is None else self._lost.get(life.ordinal, ())
 
     def num_held(self, *, with_lost_by: Life | None = None) -> int:
@@ -65,10 +65,10 @@ class Tables:
         return len(self._num_holders) + len(lost.difference(self._num_holders))
 
     def other_holders(self, ordinal: int, block_ids: Sequence[int]) -> Iterator[tuple[Life, int]]:
-        """Yield other lives that hold one of these blocks, each with the lowest of them.
+        """Yield each other life that holds one of these blocks, with the lowest of these blocks that it holds.
 
-        Lives that the log may not follow are left out: quarantined ones, and those whose load has failed, because
-        vLLM may free their blocks before the next lookup.
+        Quarantined lives are left out, because the log may not follow them. Lives whose load has failed are left out,
+        because vLLM may free their blocks before the next lookup.
         """
         own = set(self._counted(self.of(ordinal)))
         suspects = {block for block in block_ids if self._num_holders.get(block, 0) > (block in own)}

@@ -30,7 +30,7 @@ class StoredTails(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Tails:
-    """Ordinal → the life's tail, at most one. Fold this before the lives, which forget a life that is over.
+    """Ordinal → the life's tail, at most one. Fold this before the lives, because they forget a life that is over.
 
     A saved tail holds its slots.
     """
@@ -45,25 +45,28 @@ class Tails:
         """Ordinal → (last tail, id and sequence number of the event that dropped it), until the life is over."""
 
     def saved(self, life: Life | None) -> IssuedTail | None:
-        """Return the tail that the life may load."""
+        """Return the life's tail if it is saved, so that the life may load it; None otherwise."""
         tail = None if life is None else self._tails.get(life.ordinal)
         return tail if tail is not None and tail.is_saved else None
 
     def of_slot(self, slot: int) -> int | None:
-        """Return the ordinal of the life whose saved tail is in the slot."""
+        """Return the ordinal of the life whose saved tail is in the slot; None if there is none."""
         return next((life for life, tail in self._tails.items() if tail.is_saved and slot in tail.slots), None)
 
     def why_none(self, life: Life | None) -> tuple[str, int]:
-        """Return why the life has no tail to load, in words, and the event that shows this (0: none)."""
+        """Return, in words, why the life has no tail to load, and the number of the event that shows it (0: none)."""
         ordinal = -1 if life is None else life.ordinal
         tail = self._tails.get(ordinal)
         if tail is not None:
             state = "is saved" if tail.is_saved else "is not saved yet"
-            return f"its tail of tokens {tail.first_token} to {tail.end_token} {state}", tail.sequence
+            return f"the request's tail of tokens {tail.first_token} to {tail.end_token} {state}", tail.sequence
         if ordinal in self._dropped:
             tail, event_id, sequence = self._dropped[ordinal]
-            return f"its tail of tokens {tail.first_token} to {tail.end_token} was dropped by {event_id}", sequence
-        return "it has no tail", 0
+            return (
+                f"the request's tail of tokens {tail.first_token} to {tail.end_token} was dropped by {event_id}",
+                sequence,
+            )
+        return "the request has no tail", 0
 
     def stored(self) -> StoredTails:
         """Return the state."""

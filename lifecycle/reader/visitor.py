@@ -36,12 +36,14 @@ class StoredReader(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Visitor(Generic[_Model]):
-    """Called with the events of a log: methods marked `@on(...)` get an event after the model has folded it.
+    """Base class of everything that is called with the events of a log.
 
-    A visitor may query everything in the model and must not change the model. It collects output. It never computes
-    lives, states, generations, ranks or answers itself, because then two parts of kvledger could disagree about a log.
+    Methods marked `@on(...)` get an event after the model has folded it. A visitor may query everything in the model
+    and must not change the model. It collects output. It never computes lives, states, generations, ranks or answers
+    itself, because then two parts of kvledger could disagree about a log.
 
-    Everything that a visitor remembers is in `state`, so that reading can stop after an event and continue elsewhere.
+    Everything that a visitor remembers is in `state`, so that reading can stop after an event and continue in another
+    process.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("lives",)
@@ -51,35 +53,35 @@ class Visitor(Generic[_Model]):
         self.model = model
         self.moment = model.moment
         self.state: msgspec.Struct = NoState()
-        """Everything that it remembers, as plain values. To continue, replace the object."""
+        """Everything that the visitor remembers, as plain values. To restore a stored state, replace this object."""
 
     def index(self) -> None:
-        """Recompute what follows from the state. Called after model and state were restored."""
+        """Recompute everything that is derived from `state`. Called after the model and `state` were restored."""
 
     def visits(self) -> Visits:
-        """(event class, method), in calling order. A class may occur twice."""
+        """Return pairs (event class, method) in calling order. A class may occur twice."""
         return marked(self)
 
     def decided(self) -> None:
         """Called when the model contains an observation and all decisions that it caused."""
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """Called when these events are missing, and the model has forgotten what it no longer knows."""
+        """Called when these events are missing. The model has forgotten everything that they may have changed."""
 
     def ended(self, life: Life) -> None:
-        """Called once for each life after its last event: it was released, or its id is used again."""
+        """Called once for each life that is over: after its release, or when its request id is used again."""
 
     def finish(self) -> None:
         """Called after the last event of the log."""
 
 
 class Reader:
-    """Folds the model and calls visitors in the given order.
+    """Folds events into the model, and calls visitors in the given order.
 
     Args:
-        model: in its state before the first event.
-        visitors: must be of different classes if you capture the reader.
-        needs: names of parts of the model to fold in addition to those that the visitors need.
+        model: the model, in its state before the first event.
+        visitors: the visitors. If you capture the reader, they must be of different classes.
+        needs: names of parts of the model to fold even if no visitor needs them.
     """
 
     def __init__(self, model: Model, visitors: Iterable[Visitor[Any]], *, needs: Iterable[str] = ()) -> None:
@@ -119,10 +121,10 @@ class Reader:
                 visitor.ended(life)
 
     def take(self, events: Iterable[tuple[int, e.Event]]) -> None:
-        """Take the next events, in the order of the log: observations, each with all decisions that it caused.
+        """Take the next events, in the order of the log: each observation together with all decisions that it caused.
 
         Raises:
-            Exception: raised by a fold or a visitor at the event in `model.moment`. Take no more events then.
+            Exception: a fold or a visitor raised it at the event in `model.moment`. Take no more events after that.
         """
         moment, visits = self.model.moment, self._visits
         for sequence, event in events:
@@ -143,24 +145,24 @@ class Reader:
                 decided()
 
     def capture(self, core_fingerprint: str) -> bytes:
-        """Return the state of the model and the visitors. `core_fingerprint` is that of the core that reads."""
+        """Return the state of the model and the visitors. `core_fingerprint`: fingerprint of the core for this log."""
         visitors = {_name(visitor): StoredState.of(visitor, visitor.state) for visitor in self._visitors}
         layout = self._layout(core_fingerprint)
         return _encode(StoredReader(layout, hash_of_reader(), self.model.stored(), visitors))
 
     def resume(self, stored: bytes, core_fingerprint: str, *, trusts_other_code: bool = False) -> None:
-        """Restore what was captured. Call this before the first event.
+        """Restore a state that `capture` returned. Call this before the first event.
 
-        The state of visitors that this reader does not have is ignored.
+        Captured states of visitors that this reader does not have are ignored.
 
         Args:
-            stored: as `capture` returned it.
-            core_fingerprint: of the core that reads.
+            stored: the bytes that `capture` returned.
+            core_fingerprint: the fingerprint of the core for this log.
             trusts_other_code: whether to accept a state of the same layout that other code computed.
 
         Raises:
-            NotResumable: other code or another configuration captured it, one of these visitors was missing, or the
-                bytes are no such state. Do not use this reader then.
+            NotResumable: the state was captured by other code, with another configuration, or without one of these
+                visitors, or the bytes are no captured state. Do not use this reader after that.
         """
         try:
             there: StoredReader = from_msgpack(stored, StoredReader)
@@ -184,11 +186,11 @@ class Reader:
             raise NotResumable("other code stored it")
 
     def _layout(self, core_fingerprint: str) -> str:
-        """Return what must be equal, besides the code, for the model's state to have the same meaning."""
+        """Return a hash of everything besides code that must be equal for a stored state to have the same meaning."""
         return digest(core_fingerprint, attrs.asdict(self.model.configuration), layout_of(StoredModel))
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """Forget what is not known because these events are missing, or because the log begins late."""
+        """Forget the state that is unknown because these events are missing, or because the log begins late."""
         self.model.lost()
         self._ends_anywhere = True
         self._visits = self._make_visits()

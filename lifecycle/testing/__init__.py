@@ -1,6 +1,6 @@
 """Contract tests to inherit: `HandlerContract` for a state handler, `ExtensionContract` for an extension.
 
-Both run short recorded scenarios; a scenario is a `Play`.
+Both run short scenarios. A scenario is a `Play`.
 """
 
 from kvledger.lifecycle.testing.extensions import ExtensionContract

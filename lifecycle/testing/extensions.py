@@ -7,9 +7,14 @@
         def payloads(self): return [Said(1)]
         def bad_log(self, rule): return self.walked(Careless())
 
-Verified: a core accepts the extension; its decisions, its folds and the chunks that it keeps follow from the log; its
-rules find what breaks them and nothing else; readers without the extension can read and verify the rest of its logs.
-Not verified: whether it is useful.
+Verified:
+
+- A core accepts the extension.
+- Its decisions, its folded states and the chunks that it keeps follow from the log.
+- Its rules find logs that break them, and find nothing in good logs.
+- Readers without the extension can read its logs, and verify everything in them that does not need the extension.
+
+Not verified: whether the extension is useful.
 """
 
 from __future__ import annotations
@@ -52,23 +57,26 @@ class ExtensionContract(abc.ABC):
         return ()
 
     def bad_log(self, rule: str) -> Play:
-        """Return a log that breaks the rule, for example `walked` with a broken extension."""
-        message = f"{rule}: no log breaks this rule; override `bad_log`"
+        """Return a play whose log breaks the rule, for example `walked` with a broken extension."""
+        message = f"{rule}: there is no log that breaks this rule; override `bad_log` to return one"
         raise NotImplementedError(message)
 
     def walked(self, extension: Extension, configuration: LedgerConfiguration = CONFIGURATIONS[0]) -> Play:
-        """Return the walk of a core with the extension."""
+        """Return a play in which a core with the extension has run `Play.walk`."""
         play = Play(Core.standard().extended(extension), self._configured(configuration))
         play.walk()
         return play
 
     def test_loaded_twice_is_loaded_once(self) -> None:
-        """A core accepts it, its sub-states lead where their phases lead, and two instances do not differ."""
+        """A core accepts the extension, and treats a second instance as the same extension.
+
+        The rows of its sub-states lead to the same phases as the core's rows.
+        """
         core = self._core()
         assert core.extended(self.make_extension()) is core
 
     def test_its_events_are_read_back_with_it_and_unpacked_without_it(self) -> None:
-        """Readers see the names and values of its events' fields without its classes."""
+        """Readers without the extension's classes can read the names and values of the fields of its events."""
         extension, core = self.make_extension(), self._core()
         payloads = tuple(self.payloads())
         assert {type(payload) for payload in payloads} == set(extension.events.values()), (
@@ -86,7 +94,7 @@ class ExtensionContract(abc.ABC):
             assert msgspec.msgpack.decode(event.payload) == msgspec.to_builtins(payload)
 
     def test_it_decides_what_it_may_in_every_state_and_the_same_again(self) -> None:
-        """It never raises, none of its decisions is refused, and a new instance makes the same decisions."""
+        """The extension never raises, its decisions are not refused, and a new instance makes the same decisions."""
         extension, core, another = self.make_extension(), self._core(), self._core()
         decoder = EventDecoder(core, vocabulary_header(core))
         observed = [
@@ -106,7 +114,7 @@ class ExtensionContract(abc.ABC):
                 assert not replay.divergences, f"{play.name}: {replay.divergences[0]}"
 
     def test_what_it_folds_follows_from_the_log_and_from_a_snapshot_in_its_middle(self) -> None:
-        """A state is the same when it is restored from a snapshot, folded again, or folded on from a snapshot."""
+        """Projections have the same state after a fold, a second fold, and a fold that continues from a snapshot."""
         for play in self._walks():
             core, events = play.ledger.core, _sequenced(play)
             stopped = [event for event in play.events if isinstance(event, e.ExtensionStopped)]
@@ -121,7 +129,7 @@ class ExtensionContract(abc.ABC):
             _assert_equal(begun[0], play.ledger.projections, f"folded again, {play.name}")
 
     def test_its_rules_are_silent_where_all_is_well(self) -> None:
-        """No other rule finds anything in the walk either, and all decisions come out the same when made again."""
+        """In `Play.walk`, no rule finds anything, and a replay makes the same decisions."""
         for play in self._walks():
             audit = _audited(play, self._core())
             not_judged = audit.judgement().not_judged
@@ -129,14 +137,14 @@ class ExtensionContract(abc.ABC):
             assert audit.is_sound, f"{play.name}: {audit.violations[:3]}, {audit.divergences[:3]}, {audit.unfoldable}"
 
     def test_each_of_its_rules_finds_what_breaks_it(self) -> None:
-        """In the log that `bad_log` returns for the rule."""
+        """Each rule of the extension finds the violation in the log that `bad_log` returns for the rule."""
         core = self._core()
         for rule in self.make_extension().rules:
             found = _audited(self.bad_log(rule), core).num_violations
             assert found[rule], f"{rule} finds nothing in its bad log; the audit found {dict(found)}"
 
     def test_settings_that_it_does_not_have_are_refused(self) -> None:
-        """The error names extension and setting. Values of another type than the default are refused too."""
+        """The error names the extension and the setting. Values of another type than the default are refused too."""
         core, extension = self._core(), self.make_extension()
         core.check_settings({extension.name: self.settings})
         core.check_settings({extension.name: extension.settings})
@@ -149,7 +157,10 @@ class ExtensionContract(abc.ABC):
             assert key in refusal, refusal
 
     def test_a_reader_without_it_verifies_the_rest(self) -> None:
-        """Sub-states follow the rows of the log's header, and the core's projections fold to the same states."""
+        """Without the extension, sub-states follow the rows in the log's header.
+
+        The core's projections have the same states as with the extension.
+        """
         name = self.make_extension().name
         for play in self._walks():
             core = _without(play.ledger.core)

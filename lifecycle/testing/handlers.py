@@ -4,9 +4,13 @@
     class TestMyHandler(HandlerContract):
         def make_handler(self): return MyHandler()
 
-Verified, in every state and for every observation: the handler does not raise, makes only decisions that it may make,
-and makes the same ones whatever it was called with before; its decisions can be read back from a log. Not verified:
-whether the decisions are good. For that, audit its logs.
+Verified, in every state and for every observation:
+
+- The handler does not raise, and makes only allowed decisions.
+- It makes the same decisions whatever it was called with before.
+- Its decisions can be read back from a log.
+
+Not verified: whether the decisions are good. To find that out, audit logs that the handler has decided.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ class HandlerContract(abc.ABC):
     """Tests that every state handler must pass, in a core where it replaces the built-in handler of its state."""
 
     configurations: ClassVar[tuple[LedgerConfiguration, ...]] = CONFIGURATIONS
-    """Each test runs under all of these. They use blocks of four tokens."""
+    """Configurations under which each test runs. In all of them, a block has four tokens."""
 
     @abc.abstractmethod
     def make_handler(self) -> StateHandler:
@@ -41,11 +45,11 @@ class HandlerContract(abc.ABC):
         return Core.standard().replacing(handler)
 
     def test_a_core_takes_it(self) -> None:
-        """It names a state, and has no public method that kvledger would never call."""
+        """The handler names a state, and has no public method that kvledger would never call."""
         self.make_core(self.make_handler())
 
     def test_it_decides_what_it_may_in_every_state_upon_every_observation(self) -> None:
-        """It never raises, and none of its decisions is refused."""
+        """The handler never raises, and none of its decisions is refused."""
         core = self.make_core(_Stage(self.make_handler).handler)
         for play in plays(core, self.configurations):
             for event in play.events:
@@ -53,7 +57,7 @@ class HandlerContract(abc.ABC):
                     assert event.rule not in {Rule.HANDLER_RAISED, Rule.HANDLER_CONTRACT}, f"{play.name}: {event}"
 
     def test_it_has_no_memory(self) -> None:
-        """A handler that decided before decides like a new one."""
+        """A handler that has decided before makes the same decisions as a new instance."""
         kept, renewed = _Stage(self.make_handler), _Stage(self.make_handler)
         fresh_plays = plays(self.make_core(renewed.handler), self.configurations, renewed.renew)
         for fresh, again in zip(fresh_plays, plays(self.make_core(kept.handler), self.configurations), strict=True):
@@ -62,7 +66,7 @@ class HandlerContract(abc.ABC):
             assert len(fresh.events) == len(again.events), fresh.name
 
     def test_its_log_is_read_back_and_decided_again(self) -> None:
-        """Its log can be decoded, and the observations alone lead to the same decisions."""
+        """A log with the handler's decisions can be decoded, and a replay makes the same decisions."""
         stage = _Stage(self.make_handler)
         core = self.make_core(stage.handler)
         decoder = EventDecoder(core, vocabulary_header(core))
@@ -76,7 +80,7 @@ class HandlerContract(abc.ABC):
 
 
 class _Stage:
-    """Wraps the handler so that it can be replaced by a new instance. Its decisions are checked like those of users."""
+    """Wraps the handler, so that a test can replace it by a new instance. The wrapper counts as foreign code."""
 
     def __init__(self, make_handler: Callable[[], StateHandler]) -> None:
         self._make_handler = make_handler

@@ -1,4 +1,4 @@
-"""The scenarios of the contract tests: every observation in every state, and a faultless walk of several requests."""
+"""The scenarios of the contract tests: every observation in every state, and several requests without a fault."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Play:
         self.block_ids = tuple(range(1, 1 + 4 * len(configuration.windows)))
 
     def run(self, state: RequestState, observed: Observed) -> None:
-        """Run the scenario in this state. A request with the same prompt is saved before."""
+        """Run the scenario with a request in this state. Before that, another request with the same prompt is saved."""
         self._reach("before", RequestState.FINISHED)
         self.report()
         self._reach("a", state)
@@ -80,7 +80,7 @@ class Play:
         self.report()
 
     def walk(self) -> None:
-        """Run eight requests, more than fit in the pool, which are preempted up to three times each."""
+        """Run eight requests, each of which is preempted up to three times. Their chunks do not all fit in the pool."""
         self.name = f"the walk under {self.configuration}"
         num_blocks = len(self.block_ids)
         walkers = [(f"walker {number}", number % 4, 1 + number * num_blocks) for number in range(_NUM_WALKERS)]
@@ -126,11 +126,14 @@ class Play:
         return decisions
 
     def step(self, *counts: tuple[int, int, int]) -> e.StepScheduled:
-        """Return a step that schedules `a` with (num_computed_tokens, num_scheduled_tokens, num_tokens), or nothing."""
+        """Return a step that schedules request `a` with (num_computed_tokens, num_scheduled_tokens, num_tokens).
+
+        Without an argument, the step schedules nothing.
+        """
         return self._steps.encode([Scheduled("a", *each) for each in counts], self.now)
 
     def job_ids(self) -> list[int]:
-        """Return the ids of the jobs in flight, and an unknown id as the last one."""
+        """Return the ids of the jobs in flight, and then an id that no job has."""
         return [*(job.job_id for job in self.ledger.projections.jobs), 1000]
 
     def report(self) -> None:

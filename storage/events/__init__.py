@@ -1,7 +1,8 @@
 """The event store: append-only frames of bytes in one gapless, hash-chained sequence.
 
-`SegmentEventStore` writes to disk, `MemoryEventStore` to memory. `BacklogEventStore` wraps either and shields
-the engine from I/O errors. `read_log` reads a log. `kvledger.lifecycle.codec` knows what a payload means.
+`SegmentEventStore` writes to disk, `MemoryEventStore` to memory. `BacklogEventStore` wraps one of these stores and
+keeps I/O errors from the engine. `read_log` reads a log. `kvledger.lifecycle.codec` encodes and decodes the events in
+a frame's payload.
 """
 
 from __future__ import annotations

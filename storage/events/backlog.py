@@ -1,12 +1,14 @@
 """Keep I/O errors from the engine: frames that cannot be written wait in memory, in order, up to a limit.
 
-- By default, an append writes its frame itself and retries waiting frames at intervals of the caller's clock.
-- With `writes_alone`, an append writes only what takes a single write. A thread writes the rest and retries, even if
-  the engine is idle. An append waits for the thread only if no frame was waiting before, and for at most `max_wait_ms`.
-  While frames are waiting, only the thread writes.
+- By default, each append writes its frame itself. While frames are waiting, an append adds its frame to them. It tries
+  to write all of them if enough time has passed since the last attempt.
+- With `writes_alone`, an append writes only a frame that takes a single write. A thread writes all other frames, and
+  retries even while the engine is idle. While frames are waiting, only the thread writes. An append waits for the
+  thread at most `max_wait_ms`, and only if no other frame was waiting.
 
-A waiting event keeps its sequence number. At the limit, new frames are dropped until every waiting frame is written;
-one GAP frame then replaces the dropped ones. The store records how many events wait, for `verify` and the next start.
+A waiting event keeps its sequence number. If the limit is reached, new frames are dropped until every waiting frame is
+written. One GAP frame then takes the place of the dropped frames. The store records how many events wait, so that
+`kvledger verify` and the next engine start know this number.
 """
 
 from __future__ import annotations
@@ -37,22 +39,23 @@ _MAX_PAUSE_SECONDS: Final = 5.0
 
 @attrs.define(eq=False)
 class _Waiting:
-    """A frame that is not written yet. Without a payload it is a placeholder for frames that were dropped."""
+    """A frame that is not written yet. Without a payload, it is a gap and stands for events that cannot be written."""
 
     first_sequence: int
     num_events: int
     payload: bytes | None
     reason: str = ""
     is_lost: bool = False
-    """Whether this gap replaces frames that were dropped."""
+    """Whether this is a gap for frames that were dropped because the backlog was full."""
 
 
 class BacklogEventStore:
-    """An `EventStore` around another one. Its `append`, `append_gap`, `flush` and `close` never raise `OSError`.
+    """An `EventStore` that wraps another store. `append`, `append_gap`, `flush` and `close` never raise `OSError`.
 
-    `on_trouble(error, num_events_backlogged)` is called after each failed attempt, and with a `TimeoutError` if an
-    append waited in vain. `on_written_again(num_events_written, num_events_lost)` is called once no frame is waiting;
-    its numbers count from the first error. Neither may raise. With `writes_alone`, another thread may call them.
+    `on_trouble(error, num_events_backlogged)` is called after each failed attempt to write. It also gets a
+    `TimeoutError` if an append waited `max_wait_ms` without success. After errors,
+    `on_written_again(num_events_written, num_events_lost)` is called as soon as no frame is waiting. Its numbers count
+    from the first error. Neither function may raise. With `writes_alone`, another thread may call the functions.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class BacklogEventStore:
         writes_alone: bool = False,
         max_wait_ms: float | None = None,
     ) -> None:
-        """Wrap `store`; nothing else may append to it from now on. `max_wait_ms` None: wait without a limit."""
+        """Wrap `store`, to which nothing else may append from now on. `max_wait_ms` None: wait without a limit."""
         self._store = store
         self._max_backlog_bytes = max_backlog_bytes
         self._on_trouble = on_trouble
@@ -75,7 +78,7 @@ class BacklogEventStore:
         self._writes_alone = writes_alone
         self._max_wait_seconds = None if max_wait_ms is None else max_wait_ms / 1000
         self._changed = threading.Condition(threading.RLock())
-        """Guards the attributes below. The thread releases it during a write, so no append waits for the write."""
+        """Guards the attributes below. The thread does not hold it during a write, so no append waits for the write."""
         self._hurry = threading.Event()
         """Ends the thread's pause between two attempts."""
         self._thread: threading.Thread | None = None
@@ -85,7 +88,7 @@ class BacklogEventStore:
         self._num_events_backlogged = 0
         self._num_events_lost = 0
         self._num_events_late = 0
-        """Backlogged events written since the first error."""
+        """Events written from the backlog since the backlog was last empty."""
         self._num_bytes_written = 0
         self._last_written_unix_ns = 0
         self._num_lost_before = 0
@@ -109,7 +112,7 @@ class BacklogEventStore:
 
     @property
     def num_events_lost(self) -> int:
-        """Events dropped because the backlog was full, or not written by `close`."""
+        """Events that are lost: the backlog was full, or `close` could not write them."""
         return self._num_events_lost
 
     @property
@@ -119,7 +122,7 @@ class BacklogEventStore:
 
     @property
     def last_written_unix_ns(self) -> int:
-        """Time of the last write in ns since 1970; 0: none. For display only."""
+        """Time of the last write in ns since 1970; 0: nothing was written. For display only."""
         return self._last_written_unix_ns
 
     @property
@@ -137,7 +140,7 @@ class BacklogEventStore:
         return not self._waiting and self._store.is_quick(num_payload_bytes)
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
-        """Append one frame or let it wait; see `EventStore.append`."""
+        """Append one frame, or keep it in the backlog; see `EventStore.append`."""
         with self._changed:
             self._check_open()
             first_sequence = self._next_sequence
@@ -155,7 +158,7 @@ class BacklogEventStore:
             return first_sequence
 
     def append_gap(self, num_events: int, reason: str) -> int:
-        """Append a gap or let it wait; see `EventStore.append_gap`."""
+        """Append a GAP frame, or keep it in the backlog; see `EventStore.append_gap`."""
         with self._changed:
             self._check_open()
             check_append(num_events, len(reason))
@@ -170,15 +173,15 @@ class BacklogEventStore:
             return gap.first_sequence
 
     def note_unwritten(self, num_events: int, reason: str) -> None:
-        """See `EventStore.note_unwritten`. Waiting frames are recorded without this call."""
+        """See `EventStore.note_unwritten`. The events of waiting frames are recorded without this call."""
         self._store.note_unwritten(num_events, reason)
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
-        """Yield the written frames. Raises `OSError`."""
+        """Yield the written frames, not those in the backlog. Raises `OSError`."""
         return self._store.read(from_sequence)
 
     def flush(self) -> None:
-        """Try to write the waiting frames, then flush. An error goes to `on_trouble`."""
+        """Try to write the waiting frames, then flush the wrapped store. Errors go to `on_trouble`."""
         with self._changed:
             self._check_open()
             if not self._writes_alone:
@@ -190,7 +193,10 @@ class BacklogEventStore:
         self._attempt(self._store.flush)
 
     def close(self, expected_sequence: int | None = None) -> None:
-        """Try once more to write the waiting frames; the rest is lost. Closing again does nothing."""
+        """Try once more to write the waiting frames, then close. Frames that cannot be written are lost.
+
+        Closing again does nothing.
+        """
         with self._changed:
             if self._closed:
                 return
@@ -264,7 +270,7 @@ class BacklogEventStore:
             pass
 
     def _write_first(self) -> bool:
-        """Whether the oldest waiting frame could be written."""
+        """Write the oldest waiting frame. Return whether this succeeded."""
         with self._changed:
             frame = self._waiting[0]
             if frame is self._dropping:
@@ -326,7 +332,7 @@ class BacklogEventStore:
             return
         self._num_events_lost += frame.num_events
         if self._dropping is None:
-            reason = f"the backlog was full while writing failed: {self._last_error}"
+            reason = f"the memory for waiting events was full while writing failed: {self._last_error}"
             self._dropping = _Waiting(frame.first_sequence, 0, None, reason, is_lost=True)
             self._waiting.append(self._dropping)
         self._dropping.num_events += frame.num_events

@@ -1,8 +1,8 @@
-"""The compressed form of a closed segment. Knows blocks and bytes; must not know how frames are read from them.
+"""The compressed form of a closed segment. This module must not know how frames are read from blocks.
 
-The file keeps its name and its header block. Blocks of whole frames follow without a space; the last one is empty and
-marks the end of the segment. Offsets in a segment count the uncompressed bytes, so an old offset stays valid. A block,
-little-endian:
+The file keeps its name and its header block. The header block is followed by blocks of whole frames, without space
+between them. The last block is empty and marks the end of the segment. Offsets in a segment count uncompressed bytes,
+so an offset from before the compression stays valid. A block is little-endian:
 
 ====== ===== ======================================================================================
 offset bytes field
@@ -13,11 +13,11 @@ offset bytes field
 16     4     bytes that the block expands to
 20     4     bytes of the zlib stream
 24     4     CRC-32C of the zlib stream
-28     ...   zlib stream; nothing in the empty block
+28     ...   zlib stream; no bytes in the empty block
 ====== ===== ======================================================================================
 
-A log may come from an untrusted source: a block may state at most `MAX_BLOCK_BYTES`, and no more bytes than it states
-are expanded.
+A log may come from an untrusted source. A block is therefore refused if it states more than `MAX_BLOCK_BYTES`, and it
+is not expanded beyond the size that it states.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_BYTES", "MAX_BLOCK_BYTES", "SegmentBlocks", "compress_segment", "encode_block", "find_blocks"]
 
 BLOCK_BYTES: Final = 256 << 10
-"""Most bytes of frames in one block, unless a single frame is larger."""
+"""Maximum bytes of frames in one block, unless a single frame is larger."""
 MAX_BLOCK_BYTES: Final = 16 << 20
-"""Most bytes that a block may state. A segment with a larger frame is not compressed."""
+"""Maximum bytes that a block may state. A segment with a larger frame is not compressed."""
 _MAX_OFFSET: Final = 1 << 40
 _MARKER: Final = b"\xc1KVZ"
 _HEADER: Final = struct.Struct("<4sIQIII")
 _CRC_COVERS_FROM: Final = 8
 _WINDOW_BYTES: Final = 1 << 20
 _FEW_BYTES: Final = 32 << 10
-"""Bytes that hold the header block of most segments."""
+"""Bytes that are enough to read the header block of most segments."""
 _LEVEL: Final = 1
 
 
 class _Piece(msgspec.Struct, frozen=True, gc=False):
-    """Bytes `start` up to `end` of a segment: one block, or bytes that no intact block covers."""
+    """The bytes from `start` up to before `end` of a segment: one block, or bytes that no intact block covers."""
 
     start: int
     end: int
@@ -70,14 +70,14 @@ class _Piece(msgspec.Struct, frozen=True, gc=False):
     crc: int = 0
     """CRC-32C of the zlib stream."""
     trouble: str = ""
-    """Why no block covers these bytes."""
+    """Why no block covers these bytes. Empty: a block does."""
 
 
 class SegmentBlocks:
-    """The blocks of one file, expanded one at a time. `num_bytes` is the uncompressed size."""
+    """The blocks of one file. One block at a time is expanded. `num_bytes` is the file's uncompressed size."""
 
     def __init__(self, descriptor: int, first_at: int, num_stored: int) -> None:
-        """Read all block headers. The first is at byte `first_at` of a file of `num_stored` bytes."""
+        """Read all block headers of the file. The first is at byte `first_at`. The file has `num_stored` bytes."""
         self._descriptor = descriptor
         self._first_at = first_at
         self._num_stored = num_stored
@@ -87,10 +87,10 @@ class SegmentBlocks:
         self._following = self._pieces()
         self._piece = _Piece(0, self._header_end)
         self._expanded: bytes | str = ""
-        """The bytes of `_piece`, or why it has none."""
+        """The uncompressed bytes of `_piece`, or why they cannot be read."""
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return up to `num_bytes` bytes from `offset` on, within one block; none from a damaged block."""
+        """Return up to `num_bytes` bytes from `offset` on, at most to the end of the block; empty if it is damaged."""
         if offset < self._header_end:
             return os.pread(self._descriptor, min(num_bytes, self._header_end - offset), offset)
         self._seek(offset)
@@ -98,14 +98,14 @@ class SegmentBlocks:
         return self._expanded[start : start + num_bytes] if isinstance(self._expanded, bytes) else b""
 
     def trouble_at(self, offset: int) -> str:
-        """Return why there is no intact block at `offset`; empty if there is one, or after the end."""
+        """Return why no intact block covers `offset`. Empty if one does, or if `offset` is after the last block."""
         if not self._header_end <= offset < self.num_bytes:
             return ""
         self._seek(offset)
         return self._expanded if isinstance(self._expanded, str) else ""
 
     def end_at(self, offset: int) -> int:
-        """Return the end of the block, header block or uncovered bytes at `offset`."""
+        """Return the offset at which the block, the header block or the damaged part that covers `offset` ends."""
         if offset < self._header_end:
             return self._header_end
         self._seek(offset)
@@ -126,8 +126,8 @@ class SegmentBlocks:
         while (block := _next_block(self._descriptor, at, end)) is not None:
             if block.start > end:
                 stands = _decode_block(self._descriptor, at)
-                trouble = stands if isinstance(stands, str) else "the blocks before this one are missing"
-                yield _Piece(end, block.start, trouble=f"at byte {at} of the file {trouble}")
+                trouble = stands if isinstance(stands, str) else "there is a block, but blocks before it are missing"
+                yield _Piece(end, block.start, trouble=f"at byte {at} of the file, {trouble}")
             at, end = block.at + block.num_stored, block.end
             if block.start == end:
                 if at == self._num_stored:
@@ -154,7 +154,7 @@ class SegmentBlocks:
 
 
 def find_blocks(descriptor: int, num_stored: int) -> SegmentBlocks | None:
-    """Return the blocks of a segment file, or None if the file is not compressed."""
+    """Return the blocks of a segment file of `num_stored` bytes; None: the file is not compressed."""
     at = 0
     for num_read in (_FEW_BYTES, MAX_HEADER_BYTES):
         with contextlib.suppress(LogError):
@@ -175,17 +175,21 @@ def find_blocks(descriptor: int, num_stored: int) -> SegmentBlocks | None:
 def compress_segment(
     segment: Path, *, replacing: AbstractContextManager[object], goes_on: Callable[[], bool] = lambda: True
 ) -> None:
-    """Replace a closed segment by its compressed form, synced and in one step, unless that form is larger.
+    """Replace a closed segment by its compressed form, in one step and synced to disk.
+
+    The segment stays uncompressed if the compressed form is not smaller.
 
     Args:
-        segment: nothing writes to it any more.
-        replacing: entered for the replacement. A segment that was deleted before stays deleted.
-        goes_on: called after each block; False leaves the segment unchanged.
+        segment: path of the segment. Its writer must have finished with it.
+        replacing: context manager that is entered while the file is replaced. A segment that was deleted before that
+            stays deleted.
+        goes_on: called for each block. If it returns False, compression stops and the segment is unchanged.
 
     Raises:
-        LogDamaged: there are bytes that are no intact frame, or a frame too large for a block. The segment is
-            unchanged.
-        OSError: a file cannot be read or written. The segment is unchanged unless only the directory's sync failed.
+        LogDamaged: the segment has bytes that are not an intact frame, or a frame that is too large for a block. The
+            segment is unchanged.
+        OSError: a file cannot be read or written. The segment is unchanged, except if only the sync of the directory
+            failed.
     """
     unfinished = segment.with_suffix(UNFINISHED_SUFFIX)
     status = segment.lstat()
@@ -203,7 +207,7 @@ def compress_segment(
 
 
 def encode_block(offset: int, data: bytes) -> bytes:
-    """Return the block for `data`, which is at `offset` in the segment."""
+    """Return the encoded block for `data`, the bytes of a segment from `offset` on."""
     # One call per block: zlib releases the interpreter lock meanwhile.
     stored = zlib.compress(data, _LEVEL) if data else b""
     fields = _HEADER.pack(_MARKER, 0, offset, len(data), len(stored), crc32c(stored))[_CRC_COVERS_FROM:]
@@ -232,7 +236,7 @@ def _compressed(segment: Path) -> Iterator[bytes]:
 
 
 def _end_of_frames(data: bytes) -> int:
-    """Return where the intact frames at the start of `data` end."""
+    """Return the offset in `data` at which the intact frames at its start end."""
     end = 0
     while isinstance(frame := parse_frame(data, end), Frame):
         end += frame_bytes(frame)
@@ -240,7 +244,10 @@ def _end_of_frames(data: bytes) -> int:
 
 
 def _next_block(descriptor: int, at: int, minimum_offset: int = 0) -> _Piece | None:
-    """Return the first block at or after byte `at` of the file and `minimum_offset` of the segment, or None."""
+    """Return the first intact block at or after byte `at` of the file that begins at or after `minimum_offset`.
+
+    `minimum_offset` is an offset in the uncompressed segment. None: there is no such block.
+    """
     block = _decode_block(descriptor, at)
     if isinstance(block, _Piece) and block.start >= minimum_offset:
         return block
@@ -252,7 +259,7 @@ def _next_block(descriptor: int, at: int, minimum_offset: int = 0) -> _Piece | N
 
 
 def _markers(descriptor: int, at: int) -> Iterator[int]:
-    """Yield the file offsets of block markers from `at` on."""
+    """Yield the offsets in the file at which a block marker is found, from `at` on."""
     while window := os.pread(descriptor, _WINDOW_BYTES, at):
         found = window.find(_MARKER)
         while found >= 0:
@@ -264,15 +271,18 @@ def _markers(descriptor: int, at: int) -> Iterator[int]:
 
 
 def _decode_block(descriptor: int, at: int) -> _Piece | str:
-    """Return the block at byte `at` of the file, or why there is none."""
+    """Return the block at byte `at` of the file, or the end of a sentence that says why there is none."""
     data = os.pread(descriptor, _HEADER.size, at)
     if len(data) < _HEADER.size:
-        return f"are {len(data)} bytes, too few for a block header"
+        return f"there are {len(data)} bytes, too few for a block header"
     marker, header_crc, offset, num_bytes, num_stored, crc = _HEADER.unpack(data)
     if marker != _MARKER or header_crc != crc32c(data[_CRC_COVERS_FROM:]):
-        return "is not an intact block header"
+        return "there is no intact block header"
     if num_bytes > MAX_BLOCK_BYTES or offset > _MAX_OFFSET:
-        return f"is a block that states {num_bytes} bytes from offset {offset} on, over the limit; not expanded"
+        return f"there is a block that states {num_bytes} bytes from offset {offset} on, over the limit; not expanded"
     if num_stored > num_bytes + (num_bytes >> 9) + 64:  # more than zlib makes of so many
-        return f"is a block that states {num_stored} compressed bytes for {num_bytes}; not expanded"
+        return (
+            f"there is a block that states {num_stored} compressed bytes for {num_bytes} uncompressed ones, more than "
+            "possible; not expanded"
+        )
     return _Piece(offset, offset + num_bytes, at + _HEADER.size, num_stored, crc)

@@ -1,4 +1,4 @@
-"""The kinds of damage in a stored log. One `Damage` is one place."""
+"""The kinds of damage in a stored log. A `Damage` describes one damaged place."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ DamageKind = Literal[
 ]
 
 DAMAGE_KINDS: Final[dict[DamageKind, str]] = {
-    "torn_tail": "nothing intact from here to the end of the log",
-    "corrupt_frame": "bytes that are not a frame, before intact frames or another segment; or a last frame that is "
-    "complete but has wrong bytes",
-    "corrupt_block": "a block of a compressed segment is damaged or does not expand to the size that it states; its "
-    "frames are lost, those in other blocks are read",
+    "torn_tail": "from here to the end of the log, no frame is intact",
+    "corrupt_frame": "bytes that are not a frame, followed by intact frames or another segment; or a last frame that "
+    "has its full size but wrong bytes",
+    "corrupt_block": "a block of a compressed segment is damaged or does not expand to the size that it states; the "
+    "frames in this block are lost, the frames in other blocks are read",
     "sequence_gap": "frames are missing within a segment, but no byte is damaged",
-    "chain_broken": "an intact frame or header does not follow from the one before it, so the writer of this log did "
-    "not write one of the two there; frames that later ones contradict are left out",
-    "corrupt_header": "a segment's header is damaged: if one copy is, the other one is read; if both are, the reader "
-    "looks for the frames after them",
+    "chain_broken": "an intact frame or header does not continue the frame before it, so this log's writer did not "
+    "write one of the two at this place; a frame that a later frame contradicts is left out",
+    "corrupt_header": "a segment's header is damaged; if one of its two copies is intact, the reader uses this copy; "
+    "if not, the reader searches for frames after the header",
     "cut_segment": "frames are missing at the end of a segment that is not the last one, but no byte is damaged",
     "missing_segment": "no segment has these sequence numbers, and no record says that they were retired",
-    "misplaced_segment": "a segment of another log, or with another name than in its header; it is left out",
+    "misplaced_segment": "a segment of another log, or a segment whose file name is not the one in its header; the "
+    "reader leaves it out",
 }
 """Kind → its meaning."""
 
 
 @attrs.frozen
 class Damage:
-    """One place where the log is not what was written.
+    """One place where the bytes of a log are not the bytes that were written.
 
-    `kind` is one of `DAMAGE_KINDS`, or one that a decoder of frames adds. `sequence` is the first sequence number
-    affected, None if unknown. `num_bytes` counts the unusable bytes from `offset` on: 0 in ``chain_broken``, for
-    example.
+    `kind` is one of `DAMAGE_KINDS`, or a kind that is added when frames are decoded. `sequence` is the first sequence
+    number that is affected; None: unknown. `num_bytes` is the number of bytes from `offset` on that the reader does not
+    use. It is 0 if the reader uses every byte, for example in ``sequence_gap``.
     """
 
     kind: str
@@ -56,7 +57,7 @@ class Damage:
 
     @property
     def place(self) -> str:
-        """The damage's kind and place."""
+        """The damage's kind, segment, offset and first event."""
         at = "" if self.sequence is None else f", event {self.sequence}"
         return f"{self.kind} in {self.segment} at byte {self.offset}{at}"
 
@@ -65,5 +66,5 @@ class Damage:
 
 
 def sequences(first: int, end: int) -> str:
-    """Return the sequence numbers `first` up to before `end` in words."""
+    """Return a text that names the sequence numbers from `first` to the one before `end`."""
     return f"sequence {first}" if end == first + 1 else f"sequences {first} to {end - 1}"

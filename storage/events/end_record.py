@@ -1,9 +1,9 @@
 """The end record `log.end` next to the segments: how far a log got, and whether it was closed.
 
-After creation it is only overwritten in place, which works on a full disk. So even after SIGKILL it holds the number of
-events that could not be written. The writer rewrites it when it begins a segment, when writing fails or works again,
-and when it closes the log. The file is evidence and not needed for reading. One line of text: a name, a CRC-32C, a
-JSON object, spaces.
+The writer overwrites the record in place, which works even on a full disk. The record therefore states, even after
+SIGKILL, how many events could not be written. The writer rewrites it when a segment begins, when writing events fails
+or works again, and when the log is closed. Readers use it as evidence, but can read the log without it. The file is one
+line of text: a name, a CRC-32C, a JSON object, spaces.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_REASON_BYTES: Final = 300
 
 @attrs.frozen
 class RecordedEnd:
-    """How far a log had got."""
+    """How far a log had got when the record was written."""
 
     log_id: str
     segment: str
@@ -42,11 +42,12 @@ class RecordedEnd:
     """Chain hash after the last written event, hexadecimal."""
     is_closed: bool = False
     num_unwritten: int = 0
-    """Events from `next_sequence` on that were accepted and could not be written."""
+    """Number of events from `next_sequence` on that the writer accepted and could not write."""
     reason: str = ""
-    """Why they could not be written."""
+    """Why these events could not be written."""
     expected_sequence: int | None = None
-    """Sequence number after the writer's last event, by its own count when it closed the log; None: not given."""
+    """Sequence number after the last event by the writer's own count, recorded when the log is closed. None: not
+    recorded."""
 
     @property
     def end_sequence(self) -> int:
@@ -55,7 +56,7 @@ class RecordedEnd:
 
 
 class EndRecord:
-    """The end record as its writer keeps it."""
+    """The end record of a log that is being written. It stays open until `close`."""
 
     def __init__(self, directory: Path, recorded: RecordedEnd, *, durable: bool) -> None:
         """Write the record of the log in `directory`. Raises `OSError`."""
@@ -71,9 +72,12 @@ class EndRecord:
             raise
 
     def note(self, recorded: RecordedEnd) -> None:
-        """Rewrite the record. Raises `OSError`; the record is then the old one, or torn, which its CRC reveals."""
+        """Overwrite the record with `recorded`.
+
+        Raises `OSError`. The file then has the old record, or an incomplete one that its CRC reveals.
+        """
         if os.pwrite(self._descriptor, _encode(recorded), 0) < _NUM_BYTES:
-            msg = f"{END_RECORD_NAME}: only a part of {_NUM_BYTES} bytes could be written"
+            msg = f"{END_RECORD_NAME}: only a part of its {_NUM_BYTES} bytes could be written"
             raise OSError(msg)
         if self._durable:
             os.fdatasync(self._descriptor)
@@ -85,7 +89,7 @@ class EndRecord:
 
 
 def read_end_record(directory: Path) -> RecordedEnd | None:
-    """Return the record in `directory`; None if it is missing or not intact."""
+    """Return the end record in `directory`; None if the file is missing or not intact."""
     try:
         name, crc, body = read_file(directory / END_RECORD_NAME).split(b" ", 2)
         if name != _NAME or crc != _checksum(body):

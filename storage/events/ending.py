@@ -1,7 +1,8 @@
 """How a log ended, and which events are known to be missing at its end.
 
-Judged from the end record (`log.end`), the writer's lock and the snapshots: each snapshot has a segment. Must not know
-what events mean. `judge_ending` is for callers that have read the log; `read_ending` reads its last segment.
+The evidence is the end record (`log.end`), the writer's lock and the snapshots. A snapshot without its segment shows
+that the segment is missing. Callers that have read the log use `judge_ending`; `read_ending` reads the last segment
+itself. This module must not know what events mean.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ class HowEnded(enum.StrEnum):
 
 @attrs.frozen
 class MissingEnd:
-    """Accepted events that are missing at a log's end.
+    """Events that the writer accepted and that are missing at the log's end.
 
-    `missing_segment`: the newest segment is gone. `cut_segment`: frames after the segment's last one are gone.
-    `unwritten_events`: the writer could write neither the events nor a gap for them.
+    `kind` is `missing_segment` if the newest segment is gone, and `cut_segment` if frames at the end of `segment` are
+    gone. It is `unwritten_events` if the writer could write neither the events nor a GAP frame for them.
     """
 
     kind: Literal["missing_segment", "cut_segment", "unwritten_events"]
     segment: str
     first_sequence: int
     num_events: int
-    """Missing events, at least; 0: unknown."""
+    """Minimum number of missing events; 0: unknown."""
     detail: str
 
 
@@ -69,17 +70,18 @@ class LogEnding:
 
     how: HowEnded
     detail: str = ""
-    """Why `how` is unknown, or which events wait in an open log."""
+    """Reason why `how` is `UNKNOWN`. For an open log, the events that could not be written so far."""
     missing: MissingEnd | None = None
-    """None also if unknown."""
+    """None: no event is known to be missing."""
     contradiction: str = ""
-    """How the log contradicts its end record: by another chain hash, or by more events than were recorded."""
+    """Difference between the log and its end record, in words. The log has another chain hash, or more events than the
+    end record counts. Empty: no difference was found."""
 
 
 def is_being_written(directory: Path) -> bool:
-    """Whether a process holds the lock of the log in `directory`; False if unknown.
+    """Whether a process holds the writer's lock of the log in `directory`. False if the lock cannot be checked.
 
-    Takes a shared lock for a moment. A writer that fails to lock because of this tries again.
+    Takes a shared lock for a moment. A writer that cannot take its lock at that moment tries again.
     """
     try:
         descriptor = open_for_reading(directory / LOCK_NAME)
@@ -97,7 +99,7 @@ def is_being_written(directory: Path) -> bool:
 
 
 def read_ending(directory: Path) -> LogEnding:
-    """Judge the log in `directory` by reading its last segment. Raises `LogError` and `OSError`."""
+    """Read the last segment of the log in `directory`; return how the log ended. Raises `LogError` and `OSError`."""
     was_open = is_being_written(directory)
     reader = LogReader(directory, _BEHIND_EVERYTHING)
     for _ in reader:
@@ -108,10 +110,11 @@ def read_ending(directory: Path) -> LogEnding:
 
 
 def glance_at_ending(directory: Path) -> LogEnding:
-    """Judge by the end record alone if possible, else as `read_ending`, which takes a second or more.
+    """Return how the log ended, from its end record alone if possible, else with the slower `read_ending`.
 
-    The end record is enough if the log is open, or if the recorded segment exists and no events were waiting. Frames
-    that were cut off later are not noticed.
+    The end record is enough if the log is being written. It is also enough if its segment exists and it counts no
+    unwritten events. Frames that were cut off after the end record was written are then not noticed. `read_ending`
+    takes a second or more.
     """
     recorded = read_end_record(directory)
     was_open = is_being_written(directory)
@@ -124,23 +127,24 @@ def glance_at_ending(directory: Path) -> LogEnding:
 def judge_ending(
     directory: Path, log_id: object, next_sequence: int, head_hash: bytes | None, *, was_open: bool
 ) -> LogEnding:
-    """Judge the log in `directory` after all of its intact frames were read.
+    """Return how the log in `directory` ended, for a caller that has read all of its intact frames.
 
-    `log_id` is from the log's headers. `next_sequence` and `head_hash` (None: unknown) are those after its last event.
-    `was_open`: whether the log was being written when reading began.
+    `log_id` is from the log's headers. `next_sequence` and `head_hash` are the sequence number and the chain hash after
+    the last intact frame. None for `head_hash`: unknown, so it is not compared. `was_open` is whether the log was being
+    written when reading began.
     """
     recorded = read_end_record(directory)
     if recorded is not None and recorded.log_id != log_id:
         recorded = None
     if was_open:
         waiting = (
-            "" if recorded is None or not recorded.num_unwritten else f"{_waiting(recorded)}; they may still be written"
+            "" if recorded is None or not recorded.num_unwritten else f"{_waiting(recorded)}; the writer tries again"
         )
         return LogEnding(HowEnded.OPEN, waiting)
     missing = _missing_segment(directory, next_sequence, recorded)
     if recorded is None:
         detail = trouble_with(directory / END_RECORD_NAME)
-        detail = detail or f"the log has no record of its end ({END_RECORD_NAME}); copies and mirrors have none"
+        detail = detail or f"the log has no record of its end ({END_RECORD_NAME}); copies and mirrors of logs have none"
         return LogEnding(HowEnded.UNKNOWN, detail, missing)
     missing = missing or _missing_events(next_sequence, recorded)
     how, detail = HowEnded.CLOSED, ""
@@ -150,7 +154,8 @@ def judge_ending(
     contradiction = ""
     if next_sequence == recorded.next_sequence and head_hash is not None and head_hash.hex() != recorded.head_hash:
         contradiction = (
-            f"{END_RECORD_NAME} has another chain hash after event {next_sequence - 1}: {recorded.head_hash}"
+            f"{END_RECORD_NAME} has another chain hash after event {next_sequence - 1} than the log: "
+            f"{recorded.head_hash}"
         )
     elif recorded.expected_sequence is not None and recorded.expected_sequence < next_sequence:
         counted = recorded.expected_sequence - 1
@@ -161,7 +166,7 @@ def judge_ending(
 
 
 def _missing_segment(directory: Path, next_sequence: int, recorded: RecordedEnd | None) -> MissingEnd | None:
-    """Return a segment missing after the log's end that a snapshot or the end record names."""
+    """Return the first missing segment after the log's end that a snapshot or the end record names; None: none."""
     named = {path.with_suffix(".kvlog").name: path.name for path in directory.glob(f"*{SNAPSHOT_SUFFIX}")}
     if recorded is not None:
         named[recorded.segment] = END_RECORD_NAME
@@ -175,7 +180,7 @@ def _missing_segment(directory: Path, next_sequence: int, recorded: RecordedEnd 
         lost = f"the events from sequence {next_sequence} on"
         if recorded is not None and num_events:
             lost = _from_to(next_sequence, recorded)
-        detail = f"{named[name]} names it, but no segment has {lost}"
+        detail = f"{named[name]} names a later segment, which is missing together with {lost}"
         return MissingEnd("missing_segment", name, next_sequence, num_events, detail)
     return None
 
@@ -186,7 +191,7 @@ def _missing_events(next_sequence: int, recorded: RecordedEnd) -> MissingEnd | N
         return None
     if next_sequence < recorded.next_sequence:
         lost = _from_to(next_sequence, recorded)
-        detail = f"cut at the end of a frame: no segment has {lost}, which {END_RECORD_NAME} counts"
+        detail = f"the log is cut at the end of a frame and lacks {lost}, which {END_RECORD_NAME} counts"
         return MissingEnd("cut_segment", recorded.segment, next_sequence, num_events, detail)
     return MissingEnd("unwritten_events", recorded.segment, next_sequence, num_events, _waiting(recorded))
 

@@ -1,10 +1,11 @@
 """Open the files of a log, and change files and directories outside the hot path.
 
-A log directory may come from an untrusted source, or others may write there. So every file in it is opened here and
-must be a regular file: no link, pipe or device. The descriptor is checked too, because a name may be replaced before
-the opening. The path of the directory is the user's choice and may lead through links.
+A log directory may come from an untrusted source, or other users may be able to write into it. The functions of this
+module therefore open only regular files in a log directory, and refuse links, pipes and devices. They check the path
+before they open the file, and the descriptor afterwards, because the path may be replaced in between. The user chooses
+the path of the directory, so that path may lead through links.
 
-Every change is one call of `os`, so that a test can stop the process between any two.
+Every change is one call of `os`, so that a test can stop the process between any two changes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _KINDS: Final = (
 
 
 class RefusedFile(OSError):
-    """kvledger does not open this file of a log directory. The message has the reason and the remedy."""
+    """kvledger refuses to open a file of a log directory. The message states the reason and the remedy."""
 
     @property
     def remedy(self) -> str:
@@ -78,27 +79,28 @@ def is_full(error: OSError) -> bool:
 
 
 def open_for_reading(path: Path) -> int:
-    """Return a descriptor of a regular file, without waiting.
+    """Open a regular file without waiting, and return its descriptor.
 
     Raises:
-        RefusedFile: the path is a link or not a regular file.
+        RefusedFile: the path is a link, or something else than a regular file.
         OSError: the file cannot be opened.
     """
     return _opened(path, os.O_RDONLY)
 
 
 def open_for_writing(path: Path, flags: int, mode: int = _FILE) -> int:
-    """Return a descriptor of a regular file; with O_CREAT in `flags`, create a missing one.
+    """Open a regular file for writing, and return its descriptor. With O_CREAT in `flags`, create a missing file.
 
-    Raises like `open_for_reading`, and `RefusedFile` if the file has hard links.
+    Raises the errors of `open_for_reading`, and `RefusedFile` if the file has hard links.
     """
     return _opened(path, flags, mode, is_written=True)
 
 
 def open_for_locking(path: Path) -> tuple[int, bool]:
-    """Return a descriptor of a regular file, created if missing, and whether it may be written to.
+    """Open a lock file, which is created if missing. Return its descriptor, and whether it may be written to.
 
-    A file with hard links may not be written to, but a lock does not change it. Raises like `open_for_reading`.
+    A file with hard links must not be written to. It can be locked, because a lock does not change the file. Raises the
+    errors of `open_for_reading`.
     """
     descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
     return descriptor, os.fstat(descriptor).st_nlink <= 1
@@ -120,7 +122,7 @@ def _opened(path: Path, flags: int, mode: int = _FILE, *, is_written: bool = Fal
 def _check(path: Path, status: os.stat_result, *, is_written: bool) -> None:
     if stat.S_ISREG(status.st_mode):
         if is_written and status.st_nlink > 1:
-            reason = f"has {status.st_nlink} names (hard links), so writing would change the file under all of them"
+            reason = f"has {status.st_nlink} names (hard links), so writing would change the file under all its names"
             raise RefusedFile(errno.EMLINK, reason, str(path))
         return
     if stat.S_ISLNK(status.st_mode):
@@ -132,16 +134,18 @@ def _check(path: Path, status: os.stat_result, *, is_written: bool) -> None:
 
 
 def refused_link(path: Path) -> RefusedFile:
-    """Return the error for a link found in place of a log."""
+    """Return the error for a symbolic link where a log directory was expected."""
     return RefusedFile(errno.ELOOP, _LINK, str(path))
 
 
 @contextlib.contextmanager
 def opened_directory(directory: Path, expected: os.stat_result) -> Iterator[int]:
-    """Yield a descriptor for changes in this very directory, even if its name is replaced meanwhile.
+    """Yield a descriptor of the directory whose status is `expected`.
+
+    Changes through this descriptor stay in that directory, even if another directory takes its name meanwhile.
 
     Raises:
-        RefusedFile: `directory` is not the one whose status is `expected`.
+        RefusedFile: the path `directory` leads to another directory than the expected one.
         OSError: the directory cannot be opened.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -154,7 +158,7 @@ def opened_directory(directory: Path, expected: os.stat_result) -> Iterator[int]
 
 
 def remove_in(descriptor: int, path: Path) -> None:
-    """Remove a file from the directory of `descriptor`. Raises `OSError` with the whole path."""
+    """Remove the file named like `path` from the directory of `descriptor`. Raises `OSError` with the whole path."""
     try:
         os.unlink(path.name, dir_fd=descriptor)
     except OSError as error:
@@ -163,7 +167,7 @@ def remove_in(descriptor: int, path: Path) -> None:
 
 
 def trouble_with(path: Path) -> str:
-    """Return why kvledger does not read a file, with the remedy; empty if it is regular or missing."""
+    """Return why kvledger refuses to read a file, with the remedy. Empty if the file is regular or missing."""
     try:
         _check(path, path.lstat(), is_written=False)
     except RefusedFile as error:
@@ -174,7 +178,7 @@ def trouble_with(path: Path) -> str:
 
 
 def is_regular_file(path: Path) -> bool:
-    """Whether `path` is a regular file and not a link. Raises `OSError` if that cannot be checked."""
+    """Whether `path` is a regular file and not a link. Raises `OSError` if the path cannot be checked."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -182,21 +186,21 @@ def is_regular_file(path: Path) -> bool:
 
 
 def num_bytes_of(path: Path) -> int:
-    """Return the size of a regular file in bytes, 0 for anything else. Raises `OSError`."""
+    """Return the size of a regular file in bytes; 0 if `path` is something else. Raises `OSError`."""
     status = path.lstat()
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def directories_in(directory: Path) -> list[Path]:
-    """Return the directories in `directory` by name, without links. Raises `OSError`."""
+    """Return the directories in `directory`, sorted by name. Links are left out. Raises `OSError`."""
     with os.scandir(directory) as entries:
         return sorted(directory / entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def links_in(directory: Path) -> list[Path]:
-    """Return the symbolic links in `directory` by name. Raises `OSError`.
+    """Return the symbolic links in `directory`, sorted by name. Raises `OSError`.
 
-    Links to another entry, such as `latest`, are left out: the caller sees that entry anyway.
+    A link to another entry of `directory`, such as `latest`, is left out, because the caller sees that entry anyway.
     """
     with os.scandir(directory) as entries:
         names = {entry.name: entry.is_symlink() for entry in entries}
@@ -204,7 +208,7 @@ def links_in(directory: Path) -> list[Path]:
 
 
 def _leads_to(link: Path, names: Mapping[str, bool]) -> bool:
-    """Whether a link leads to one of these names that is not itself a link."""
+    """Whether `link` leads to an entry of `names` that is not a link. `names` is name → whether it is a link."""
     try:
         return names.get(str(link.readlink()), True) is False
     except OSError:
@@ -225,10 +229,10 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool, exclusive: bool = False) -> None:
-    """Write a new file with `data`, which may come in parts. Raises `OSError`, and may then leave a partial file.
+    """Write a new file with `data`, which may be given in parts. Raises `OSError`; a partial file may then remain.
 
-    An existing file or link of that name, such as a crash leaves, is removed first. With `exclusive`, `FileExistsError`
-    is raised instead.
+    An existing file or link with this name, for example from before a crash, is removed first. With `exclusive`, the
+    function raises `FileExistsError` instead of removing it. With `durable`, the content is synced to disk.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY
     try:
@@ -248,9 +252,10 @@ def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool, excl
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append one line to a file, synced to disk.
+    """Append one line to a file and sync the file to disk. Create a missing file.
 
-    An incomplete last line from a crash is ended first. Raises `OSError` after removing the new line, if possible.
+    If a crash left an incomplete last line, that line is ended first. Raises `OSError` if the write fails; the new line
+    is then removed if possible.
     """
     descriptor = open_for_writing(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
@@ -270,8 +275,8 @@ def append_line(path: Path, line: bytes) -> None:
 def make_directory(directory: Path, *, durable: bool, mode: int = _DIRECTORY) -> None:
     """Create a directory and its missing parents. Raises `OSError`.
 
-    The path may lead through links. With `durable`, the new names are synced to disk. The umask restricts `mode`; by
-    default, only the owner may write there.
+    The path may lead through links. With `durable`, the names of the new directories are synced to disk. The umask
+    restricts `mode`. By default, only the owner may write into the directories.
     """
     above = directory.absolute().parent
     if not above.exists():
@@ -282,7 +287,7 @@ def make_directory(directory: Path, *, durable: bool, mode: int = _DIRECTORY) ->
 
 
 def sync_directory(directory: Path) -> None:
-    """Sync the names in `directory` to disk. Raises `OSError`."""
+    """Sync the file names in `directory` to disk, not the files. Raises `OSError`."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

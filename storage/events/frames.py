@@ -1,21 +1,22 @@
-"""A frame: the unit that is written whole or not at all. Knows bytes; must not know files or what a payload means.
+"""A frame: the unit that is written whole or not at all.
 
-A frame on disk, little-endian, without padding:
+This module works on bytes. It must not know files, or what a payload means. A frame on disk is little-endian and has no
+padding:
 
 ====== ===== ======================================================================================
-offset bytes field
+offset bytes content
 ====== ===== ======================================================================================
 0      2     marker ``F5 4B``, compared exactly; a reader searches for it after damaged bytes
-2      4     CRC-32C of everything that follows: fields, chain hash, payload
-6      4     payload length in bytes                                        \
-10     1     kind (`FrameKind`)                                             | the fields
-11     8     first sequence number                                          |
-19     4     number of events, at least 1                                   /
+2      4     CRC-32C of the rest of the frame: fields, chain hash, payload
+6      4     field: payload length in bytes
+10     1     field: kind (`FrameKind`)
+11     8     field: first sequence number
+19     4     field: number of events, at least 1
 23     16    chain hash: BLAKE2b-128 of previous chain hash + fields + payload
 39     ...   payload
 ====== ===== ======================================================================================
 
-The marker is compared, and the CRC covers every byte after itself.
+A reader checks every byte of a frame: the marker by comparison, the other bytes with the CRC.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _PREFIX = struct.Struct("<2sI")
 _HEADER = struct.Struct("<2sIIBQI16s")
 FRAME_HEADER_BYTES = _HEADER.size
 CRC_COVERS_FROM = _PREFIX.size
-"""Offset in a frame after marker and CRC."""
+"""Offset in a frame of the first byte that the CRC covers."""
 
 _pack_fields = _FIELDS.pack
 _pack_prefix = _PREFIX.pack
@@ -70,14 +71,14 @@ class FrameKind(enum.IntEnum):
     EVENTS = 0
     """Encoded events; the store does not decode them."""
     GAP = 1
-    """A reason in UTF-8 why this many events could not be written here."""
+    """Text in UTF-8: the reason why the frame's events could not be written."""
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One stored frame. `chain_hash` (16 bytes) covers it and, through the previous hash, everything before it."""
+    """One stored frame. `chain_hash` (16 bytes) covers this frame and, through the previous hash, all frames before."""
 
     first_sequence: int
     num_events: int
@@ -92,19 +93,22 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def check_append(num_events: int, num_payload_bytes: int) -> None:
-    """Raise `ValueError` if a frame cannot hold this much."""
+    """Raise `ValueError` if one frame cannot hold this many events or payload bytes."""
     if not 0 < num_events <= MAX_EVENTS:
         msg = f"a frame holds 1 to {MAX_EVENTS} events, not {num_events}; append nothing when nothing happened"
         raise ValueError(msg)
     if num_payload_bytes > MAX_PAYLOAD_BYTES:
-        msg = f"a payload of {num_payload_bytes} bytes exceeds the {MAX_PAYLOAD_BYTES} of a frame; append it in parts"
+        msg = (
+            f"a payload of {num_payload_bytes} bytes exceeds the limit of {MAX_PAYLOAD_BYTES} bytes per frame; "
+            "append it in parts"
+        )
         raise ValueError(msg)
 
 
 def encode_frame(
     kind: int, first_sequence: int, num_events: int, payload: bytes, previous_hash: bytes
 ) -> tuple[bytes, bytes]:
-    """Return the frame's bytes and its chain hash. The caller has called `check_append`."""
+    """Return the encoded frame and its chain hash. The caller has checked the sizes with `check_append`."""
     fields = _pack_fields(len(payload), kind, first_sequence, num_events)
     chain_hash = blake2b(previous_hash + fields + payload, digest_size=16).digest()
     covered = fields + chain_hash + payload
@@ -112,25 +116,31 @@ def encode_frame(
 
 
 def next_chain_hash(previous_hash: bytes, frame: Frame) -> bytes:
-    """Return the chain hash of `frame` after `previous_hash` (16 bytes each)."""
+    """Compute the chain hash that `frame` must have if it follows `previous_hash`. Both hashes have 16 bytes."""
     fields = _pack_fields(len(frame.payload), frame.kind, frame.first_sequence, frame.num_events)
     return blake2b(previous_hash + fields + frame.payload, digest_size=CHAIN_HASH_BYTES).digest()
 
 
 def follows(frame: Frame, sequence: int | None, chain_hash: bytes | None) -> bool:
-    """Whether `frame` begins with event `sequence` and follows `chain_hash` (16 bytes). None: not checked."""
+    """Whether `frame` begins with event `sequence` and its chain hash continues `chain_hash` (16 bytes).
+
+    None for one of them: not checked.
+    """
     if sequence is not None and frame.first_sequence != sequence:
         return False
     return chain_hash is None or next_chain_hash(chain_hash, frame) == frame.chain_hash
 
 
 def frame_bytes(frame: Frame) -> int:
-    """Return the bytes that `frame` takes on disk."""
+    """Return the number of bytes that `frame` takes in an uncompressed segment."""
     return FRAME_HEADER_BYTES + len(frame.payload)
 
 
 def declared_frame(data: bytes, offset: int) -> tuple[int, int] | None:
-    """Return the bytes and the CRC that the frame header at `offset` states; None without a whole header."""
+    """Return the frame's size in bytes and its CRC, as the frame header at `offset` states them.
+
+    None: there is no complete frame header at `offset`.
+    """
     if len(data) - offset < FRAME_HEADER_BYTES:
         return None
     marker, crc, num_payload_bytes, *_ = _unpack_header(data, offset)
@@ -138,16 +148,16 @@ def declared_frame(data: bytes, offset: int) -> tuple[int, int] | None:
 
 
 def parse_frame(data: bytes, offset: int) -> Frame | str:
-    """Return the intact frame at `offset` of `data`, or why there is none."""
+    """Return the intact frame at `offset` of `data`, or the reason why there is no intact frame."""
     num_left = len(data) - offset
     if num_left < FRAME_HEADER_BYTES:
-        return f"{num_left} bytes are too few for a frame header of {FRAME_HEADER_BYTES}"
+        return f"{num_left} bytes are too few for a frame header of {FRAME_HEADER_BYTES} bytes"
     marker, crc, num_payload_bytes, kind, first_sequence, num_events, chain_hash = _unpack_header(data, offset)
     if marker != FRAME_MARKER:
-        return f"no frame marker, found {marker.hex()}"
+        return f"there is no frame marker but {marker.hex()}"
     end = offset + FRAME_HEADER_BYTES + num_payload_bytes
     if end > len(data):
-        return f"by its header, the frame ends {end - len(data)} bytes after the end of the file"
+        return f"according to its header, the frame ends {end - len(data)} bytes after the end of the file"
     if crc32c(data[offset + _PREFIX.size : end]) != crc:
         return "the CRC-32C does not match"
     known_kind = _KINDS.get(kind)

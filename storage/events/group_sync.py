@@ -11,8 +11,8 @@ __all__ = ["GroupSync"]
 class GroupSync:
     """Syncs one file descriptor after writes, at most once every `interval_ms`.
 
-    If a sync in the thread fails, the next `check` or `sync` raises the error: the kernel may have dropped unsynced
-    pages.
+    If a sync in the thread fails, the next call of `check` or `sync` raises the error, because the kernel may have
+    dropped data that was not synced.
     """
 
     def __init__(self, descriptor: int, interval_ms: float) -> None:
@@ -27,7 +27,7 @@ class GroupSync:
         self._thread.start()
 
     def note_written(self) -> None:
-        """Let the thread sync what was just written."""
+        """Tell the thread that something was written and must be synced."""
         if not self._written.is_set():
             self._written.set()
 
@@ -38,19 +38,19 @@ class GroupSync:
             raise error
 
     def sync(self) -> None:
-        """Sync everything written so far to disk. Raises `OSError`."""
+        """Sync all bytes written so far to disk, in the caller's thread. Raises `OSError`."""
         self._written.clear()
         with self._lock:
             self.check()
             os.fdatasync(self._descriptor)
 
     def switch(self, descriptor: int) -> None:
-        """Sync another file from now on; the caller has synced the previous one."""
+        """Sync another file from now on. The caller has synced the previous file."""
         with self._lock:
             self._descriptor = descriptor
 
     def stop(self) -> None:
-        """End the thread, which then no longer uses the descriptor."""
+        """End the thread and wait for it. Afterwards the thread does not use the descriptor any more."""
         self._stopping.set()
         self._written.set()
         self._thread.join()

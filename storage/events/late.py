@@ -1,6 +1,6 @@
-"""A log that cannot begin yet because the disk is full. Every append tries to begin the log first.
+"""A log that cannot begin yet because the disk is full. Every append first tries to begin the log.
 
-Inside a `BacklogEventStore`, events wait in memory until then.
+Wrapped in a `BacklogEventStore`, the events wait in memory until the log begins.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ __all__ = ["LateEventStore"]
 
 
 class LateEventStore:
-    """An `EventStore` that is empty until `begin` returns a store; `begin` raises `OSError` until there is room."""
+    """An `EventStore` that is empty until it can create its log.
+
+    Each append calls `begin`, until it returns the store of the new log. While the disk is full, `begin` raises
+    `OSError`.
+    """
 
     def __init__(self, begin: Callable[[], EventStore]) -> None:
-        """Remember `begin`."""
+        """Keep `begin` for the first append."""
         self._begin = begin
         self._store: EventStore | None = None
         self._closed = False
@@ -67,7 +71,7 @@ class LateEventStore:
             self._store.flush()
 
     def close(self, expected_sequence: int | None = None) -> None:
-        """See `EventStore.close`. A log that has not begun by then never begins."""
+        """See `EventStore.close`. If the log has not begun before this call, it never begins."""
         self._closed = True
         if self._store is not None:
             self._store.close(expected_sequence)

@@ -1,6 +1,7 @@
 """A writer's work in threads when its log begins a new segment: compression, snapshots, retention.
 
-The writer waits only for a retention pass that is still running. Must not know how snapshots are made.
+The writer waits for a thread only if the previous retention pass has not finished. This module must not know how
+snapshots are made.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["MAX_EXCESS_SEGMENTS", "MIN_LOG_SEGMENTS", "Maintenance", "SnapshotMaker"]
 
 MIN_LOG_SEGMENTS: Final = 3
-"""Segments that a log's size limit must allow for a reader to begin with one: the one being written, the one before it
-(the snapshot of the former is made from it), and the size of one for the snapshots of both."""
+"""Smallest size limit of logs, in segments. Below it, a reader might find no segment with a snapshot to begin with.
+
+The limit has room for the segment being written and for the one before it, which is needed to make the snapshot of
+the segment being written. The size of a third segment is for the snapshots of both."""
 MAX_EXCESS_SEGMENTS: Final = 4
-"""Segments by which logs may exceed their size limit to wait for a snapshot: three that wait and one that fills. Even
-at the smallest limit, a snapshot may be late by the time in which three segments fill."""
+"""Segments by which logs may exceed their size limit while retention waits for a snapshot.
+
+Three of these segments wait, and the writer fills the fourth. Even at the smallest size limit, a snapshot may therefore
+be late by the time in which the writer fills three segments."""
 _MAX_EXCESS_SECONDS: Final = 3600.0
 
 
@@ -34,22 +39,25 @@ class SnapshotMaker(Protocol):
     """Makes the missing snapshots of a log."""
 
     def make(self, directory: Path) -> None:
-        """Return when each segment of the log in `directory` has a snapshot or cannot have one. Never raises."""
+        """Make the missing snapshots of the log in `directory`, except where this is impossible. Never raises.
+
+        Returns when all of them are made.
+        """
 
     def stop(self) -> None:
-        """Make `make` return soon, from any thread, and create no more snapshots."""
+        """Let a running `make` return soon, and make no more snapshots. May be called from any thread."""
 
 
 class Maintenance:
-    """Maintains the log of a store, and all logs next to it.
+    """Maintains the log of a store, and all logs in the same directory of logs.
 
-    The store calls `start` when it opens and with each new segment. One thread compresses closed segments and then has
-    snapshots made; another retires segments. Failures go to `on_trouble`, from a thread, and are tried again after the
-    next `start`.
+    The store calls `start` when it opens and with each new segment. One thread compresses closed segments and then
+    calls `snapshots`. Another thread retires segments. A thread reports its failures to `on_trouble` and tries again
+    after the next `start`.
 
-    If snapshots are made, a segment stays until the next one has its snapshot, as long as the logs exceed `max_bytes`
-    by at most `MAX_EXCESS_SEGMENTS` segments and `max_age_seconds` by at most an hour. Missing snapshots of closed logs
-    are made first.
+    With `snapshots`, retention keeps a segment until the next segment has its snapshot. It stops waiting before the
+    logs exceed `max_bytes` by more than `MAX_EXCESS_SEGMENTS` segments, or when they exceed `max_age_seconds` by more
+    than an hour. If retention waits for a snapshot of a closed log, the snapshots of that log are made.
     """
 
     def __init__(
@@ -60,7 +68,7 @@ class Maintenance:
         snapshots: SnapshotMaker | None = None,
         on_trouble: Trouble = ignore,
     ) -> None:
-        """Set the limits for all logs in the directory; None: no limit."""
+        """Set the limits for all logs in the directory of logs together; None: no limit."""
         self.max_bytes: Final = max_bytes
         self.max_age_seconds: Final = max_age_seconds
         self._snapshots = snapshots
@@ -68,20 +76,20 @@ class Maintenance:
         self._in_use: Path | None = None
         self._segment_bytes = 0
         self._compressed_to = ""
-        """Name of the last segment that is compressed or stays uncompressed."""
+        """Name of the newest segment that compression has finished with; it may have stayed uncompressed."""
         self._making: threading.Thread | None = None
         self._retiring: threading.Thread | None = None
         self._lock = threading.Lock()
         self._one_pass = threading.Lock()
-        """Held while segments are deleted or replaced."""
+        """Held while a thread deletes or replaces segments."""
         self._is_making = self._is_asked = self._is_stopped = False
-        """Whether the thread for compression and snapshots runs, has a pass to do, and must stop."""
+        """Whether the thread for compression and snapshots is running, has another pass to do, or was told to stop."""
 
     def start(self, in_use: Path, segment_bytes: int) -> None:
-        """Start a pass. `in_use` is the log's last segment, which may grow to `segment_bytes`.
+        """Start a pass of both threads. `in_use` is the log's last segment, which may grow to `segment_bytes`.
 
-        Retention frees `segment_bytes` in advance. One more segment may fill meanwhile, so logs exceed the limit by at
-        most one segment. Waits for a running retention pass, so that there are never two.
+        Retention frees `segment_bytes` in advance. Another segment may fill before retention has finished, so the logs
+        exceed the size limit by at most one segment. If a retention pass is running, this call waits for its end.
         """
         self._in_use, self._segment_bytes = in_use, segment_bytes
         with self._lock:
@@ -94,17 +102,20 @@ class Maintenance:
             self._retiring = _begin("kvledger-retention", self._retire, in_use.parent)
 
     def disk_is_full(self) -> None:
-        """Retire segments that only wait for a snapshot: a full disk has no room for one. Returns at once."""
+        """Retire segments without waiting for snapshots, because a full disk has no room for a snapshot.
+
+        Retention runs in a thread, so the call returns at once. It does nothing if a retention pass is running.
+        """
         if self._has_limits and self._in_use is not None and not (self._retiring and self._retiring.is_alive()):
             self._retiring = _begin("kvledger-retention", self._retire, self._in_use.parent, waits=False)
 
     def wait(self) -> None:
-        """Wait until retention has finished."""
+        """Wait until a running retention pass has finished."""
         if self._retiring is not None:
             self._retiring.join()
 
     def stop(self) -> None:
-        """Wait for both threads; a running compression or snapshot is abandoned."""
+        """End both threads and wait for them. A compression or a snapshot that is not finished is abandoned."""
         self._is_stopped = True
         if self._snapshots is not None:
             self._snapshots.stop()
@@ -130,7 +141,7 @@ class Maintenance:
                     self._retire_waiting(self._snapshots, in_use.parent)
 
     def _compress_before(self, in_use: Path) -> None:
-        """Compress the closed segments. A damaged one stays unchanged: it is evidence, and the reader reports it."""
+        """Compress the segments before `in_use`. Leave a damaged segment unchanged as evidence; readers report it."""
         try:
             if free_bytes(in_use.parent) < 2 * self._segment_bytes:
                 return  # the rest belongs to the segment in use
@@ -144,7 +155,7 @@ class Maintenance:
                 self._on_trouble(error)
 
     def _retire_waiting(self, snapshots: SnapshotMaker, directory: Path) -> None:
-        """Retire segments that waited for snapshots, and make the snapshots of closed logs."""
+        """Retire segments whose snapshots were waited for. Make the snapshots of closed logs that retention needs."""
         given_up: set[Path] = set()
         while not self._is_stopped:
             waits_for = self._retire(directory, given_up)
@@ -154,7 +165,11 @@ class Maintenance:
             given_up.add(waits_for)
 
     def _retire(self, directory: Path, given_up: Collection[Path] = (), *, waits: bool = True) -> Path | None:
-        """Retire; return the log whose snapshot retention waits for, if any."""
+        """Retire segments. Return the directory of the log whose snapshot is waited for; None: no snapshot is.
+
+        `given_up` has the directories of logs whose snapshots cannot be made. Without `waits`, retention waits for no
+        snapshot.
+        """
         segment_bytes = self._segment_bytes
         max_bytes = None if self.max_bytes is None else max(0, self.max_bytes - segment_bytes)
         wait = None

@@ -21,9 +21,9 @@ _NO_HEADER: Final[Mapping[str, object]] = types.MappingProxyType({})
 
 
 class MemoryEventStore:
-    """An `EventStore` that is lost when the process ends. `header` gets a `log_id`, as on disk.
+    """An `EventStore` in memory, which is lost when the process ends. It adds a `log_id` to `header`.
 
-    With `max_bytes`, the oldest frames are dropped. The rest can be shown, but not replayed.
+    If the payloads exceed `max_bytes`, the oldest frames are dropped. The other frames can be shown, but not replayed.
     """
 
     def __init__(self, header: Mapping[str, object] = _NO_HEADER, *, max_bytes: int | None = None) -> None:
@@ -33,7 +33,7 @@ class MemoryEventStore:
         self.header: Final = {**header, "log_id": log_id}
         self._frames: deque[Frame] = deque()
         self._unhashed: deque[tuple[FrameKind, int, int, bytes]] = deque()
-        """Frames without a hash, which is computed when needed: (kind, first sequence, events, payload)."""
+        """Frames whose hash is not computed yet: (kind, first sequence number, number of events, payload)."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._next_sequence = 1
@@ -63,7 +63,7 @@ class MemoryEventStore:
         return self._append(FrameKind.EVENTS, payload, num_events)
 
     def append_gap(self, num_events: int, reason: str) -> int:
-        """Append a gap; see `EventStore.append_gap`."""
+        """Append a GAP frame; see `EventStore.append_gap`."""
         self._check_open()
         return self._append(FrameKind.GAP, reason.encode(errors="replace"), num_events)
 

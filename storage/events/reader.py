@@ -1,9 +1,11 @@
-"""Read a log as it is, even damaged or while it is written. Never locks, never writes.
+"""Read a log as it is, even if it is damaged or being written. Takes no lock and writes nothing.
 
-Damage raises no exception: it goes into `LogReader.damage`, and reading continues after it. Only intact frames are
-yielded, in order, each sequence number once. Verified: CRC, sequence, chain, and that each segment belongs to this log
-and is named as its header states. Not verified: what payloads mean, and whether the whole log was rewritten (compare
-`head_hash` with one recorded elsewhere). Memory: one frame, and a window of 1 MiB or one block.
+Damage raises no exception. It is added to `LogReader.damage`, and reading continues after it. Only intact frames are
+yielded, in order, and each sequence number at most once. Memory holds one frame, and 1 MiB or one block of the file.
+
+The reader verifies CRCs, sequence numbers and chain hashes. It also verifies that each segment belongs to this log and
+has the file name that its header states. It does not verify what payloads mean, or whether somebody rewrote the whole
+log. To detect the latter, compare `head_hash` with a hash that was recorded outside the log.
 """
 
 from __future__ import annotations
@@ -47,43 +49,46 @@ _SETTLE_ATTEMPTS = 5
 
 @attrs.define(eq=False)
 class LogReader:
-    """The frames of a log: iterate, then look at `damage`. Each iteration starts over.
+    """The frames of a log. Iterate over the reader, then look at `damage`. Each iteration reads the log again.
 
-    `header` is the creator's mapping plus `log_id`; empty if no header can be read. After an iteration,
-    `next_sequence`, `head_hash` and `tail` are those of the intact end.
+    `header` is the mapping given by the log's creator, plus `log_id`. It is empty if no header can be read. After an
+    iteration, `next_sequence`, `head_hash` and `tail` describe the place after the last intact frame.
     """
 
     path: Path
     from_sequence: int = 1
     settle_seconds: float = 0.005
-    """Seconds before a torn tail is checked again: it may be a frame that is being written."""
+    """Seconds before an incomplete last frame is read again, because the writer may be about to complete it."""
     header: dict[str, object] = attrs.field(factory=dict, init=False)
     damage: list[Damage] = attrs.field(factory=list, init=False)
     next_sequence: int = attrs.field(default=1, init=False)
     head_hash: bytes | None = attrs.field(default=None, init=False)
     chain_hash: bytes | None = attrs.field(default=None, init=False)
-    """Chain hash that the next frame must follow: `head_hash`, or that of a newer header. None: unknown."""
+    """Chain hash that the next frame must continue: `head_hash`, or the hash of a segment header after it. None:
+    unknown."""
     tail: tuple[Path, int] | None = attrs.field(default=None, init=False)
-    """The last segment with a good header, and the offset after its last intact frame."""
+    """The last segment that has an intact header, and the offset after the segment's last intact frame."""
     place: tuple[str, int] = attrs.field(default=("", 0), init=False)
-    """Segment and offset of the last frame that was yielded."""
+    """Name of the segment and offset of the frame that was yielded last."""
     retired: list[Retirement] = attrs.field(factory=list, init=False)
-    """Segments recorded as retired, which is not damage: those before the first one read, and any deleted during
-    reading."""
+    """Missing segments that a record names as retired. They are not damage. They were before the first segment that was
+    read, or were deleted during the reading."""
     _log_id: str | None = attrs.field(default=None, init=False)
-    """The most frequent id in the headers; of equally frequent ones, the earlier."""
+    """The log id that most headers have. If several ids are equally frequent, the one in the earliest segment."""
     _headers: dict[Path, SegmentHeader | str] = attrs.field(factory=dict, init=False)
-    """Segment → its header, or why it has none. This may change while the log is written."""
+    """Segment → its header, or why the header cannot be read. The header may become readable while the log is
+    written."""
     _segments: list[Path] = attrs.field(factory=list, init=False)
     _successor: Path | None = attrs.field(default=None, init=False)
-    """The next segment. Looked up before the current one's end is read, so that nothing in between is missed."""
+    """The segment after the current one. It is looked up before the end of the current segment is read, so that no
+    frame is missed if the writer begins a segment meanwhile."""
 
     def __attrs_post_init__(self) -> None:
-        """Find the log and read its headers. Raises like `read_log`."""
+        """Find the log and read its headers. Raises the errors of `read_log`."""
         self._list_segments()
         if not self._segments:
             traces = traces_of_log(self.path)
-            missing = f"they are missing: {traces}; restore them from a copy, or delete the directory"
+            missing = f"segments are missing: {traces}; restore them from a copy, or delete the directory"
             question = missing if traces else "give the log's own directory"
             msg = f"{self.path} holds no log segment (*.kvlog); {question}"
             raise LogError(msg)
@@ -92,7 +97,7 @@ class LogReader:
             self.header = {**header.header, "log_id": header.log_id}
 
     def __iter__(self) -> Iterator[Frame]:
-        """Yield every intact frame from the one with `from_sequence` on, and fill `damage`."""
+        """Yield every intact frame, beginning with the frame of event `from_sequence`, and fill `damage`."""
         self.damage, self.retired = [], []
         self.next_sequence, self.head_hash, self.chain_hash, self.tail = 1, None, None, None
         self._list_segments()
@@ -109,14 +114,14 @@ class LogReader:
 
     @property
     def first_sequence(self) -> int | None:
-        """First sequence number of the first existing segment; None: unknown."""
+        """First sequence number of the log's first existing segment; None: unknown."""
         self._list_segments()
         return self._begins(self._segments[0]) if self._segments else None
 
     # --- segments ----------------------------------------------------------------------------------------------------
 
     def _list_segments(self) -> None:
-        """List the segments of this log that are named as their headers state. Raises `LogTooNew`, `OSError`."""
+        """List the segments of this log whose names are those in their headers. Raises `LogTooNew` and `OSError`."""
         if not self.path.is_dir():
             self._segments = [self.path]
             self._read_header(self.path)
@@ -128,7 +133,7 @@ class LogReader:
         self._segments = [path for path in paths if not self._misplaced(path)]
 
     def _read_header(self, segment: Path) -> bool:
-        """Read a header unless it is known; return whether the file exists."""
+        """Read the header of `segment` if it is not known yet. Return whether the file exists."""
         if self._header_of(segment) is None:
             try:
                 self._headers[segment] = read_header(segment, any_copy=True)
@@ -145,19 +150,22 @@ class LogReader:
         return header if isinstance(header, SegmentHeader) else None
 
     def _begins(self, segment: Path) -> int | None:
-        """Return a segment's first sequence number from its header or name; None if neither has it."""
+        """Return a segment's first sequence number, from its header or else its name; None if neither states it."""
         header = self._header_of(segment)
         return first_sequence_of(segment) if header is None else header.first_sequence
 
     def _misplaced(self, segment: Path) -> str:
-        """Return why a file is not a segment of this log; empty if it is, or if its header is unknown."""
+        """Return why a file is not a segment of this log. Empty if it is one, or if its header cannot be read."""
         header = self._header_of(segment)
         if header is None:
             return ""
         if header.log_id != self._log_id:
-            return f"belongs to log {header.log_id}, not to {self._log_id}; left out"
+            return f"the segment belongs to log {header.log_id}, not to log {self._log_id}, and is left out"
         if header.first_sequence != first_sequence_of(segment):
-            return f"its name in the header is {segment_name(header.first_sequence)}; left out until you rename it"
+            return (
+                f"by its header, the file's name should be {segment_name(header.first_sequence)}; the file is left out "
+                "until you rename it"
+            )
         return ""
 
     def _report_misplaced_segments(self) -> None:
@@ -167,7 +175,7 @@ class LogReader:
                 self._report("misplaced_segment", segment, 0, why, num_bytes_of(segment), self._begins(segment))
 
     def _behind(self, segment: Path) -> Path | None:
-        """Return the next segment, listing the directory again if none is known."""
+        """Return the segment after `segment`. If none is known, list the directory again. None: there is none."""
         for is_listed_anew in (False, True):
             if is_listed_anew:
                 self._list_segments()
@@ -178,7 +186,7 @@ class LogReader:
 
     @property
     def _limit(self) -> int | None:
-        """First sequence number of the next segment; None: unknown."""
+        """First sequence number of the segment after the current one; None: unknown."""
         return None if self._successor is None else self._begins(self._successor)
 
     def _frames_of(self, segment: Path) -> Iterator[Frame]:
@@ -203,7 +211,7 @@ class LogReader:
                 offset = self._behind_damage(segment, data, offset)
 
     def _enter_segment(self, segment: Path, data: SegmentBytes) -> int | None:
-        """Check a segment's header; return the offset of its first frame, or None without a frame."""
+        """Check a segment's header and report its damage. Return the offset of the first frame; None: there is none."""
         header, begins = self._header_of(segment), self._begins(segment)
         if begins is not None and begins > self.next_sequence:
             self._account_for_missing(segment, begins, header)
@@ -218,7 +226,7 @@ class LogReader:
                 start = min(found[0], start)
             self._report("corrupt_header", segment, header.damaged_at, ONE_COPY_DAMAGED, header.num_bytes // 2, begins)
         if self.chain_hash not in {None, header.previous_head_hash}:
-            self._report("chain_broken", segment, 0, "the header does not follow from the previous segment", 0)
+            self._report("chain_broken", segment, 0, "the header does not state the previous segment's last hash", 0)
         if self.tail is None:
             self.head_hash = header.chain_hash if header.first_sequence == 1 else header.previous_head_hash
         self.chain_hash, self.tail = header.chain_hash, (segment, start)
@@ -234,20 +242,20 @@ class LogReader:
         return None if found is None else offset
 
     def _account_for_missing(self, segment: Path, first_sequence: int, header: SegmentHeader | None) -> None:
-        """Record sequences that are in no segment as retired, or report them as missing."""
+        """Look up whether the missing events before `first_sequence` were retired. If not, report them as damage."""
         records = read_retirements(self.path)
         retired = retired_between(records, self._log_id, self.next_sequence, first_sequence)
         if retired is not None:
             self.retired += retired
             if header is not None and header.previous_head_hash.hex() != retired[-1].head_hash:
-                detail = f"the header does not follow from the hash recorded when {retired[-1].segment} was retired"
+                detail = f"the header does not state the hash recorded when {retired[-1].segment} was retired"
                 self._report("chain_broken", segment, 0, detail, 0, first_sequence)
             return
         lost = f"{sequences(self.next_sequence, first_sequence)} are in no segment"
         before = None if self.tail is None else self._header_of(self.tail[0])
         numbers = [None if each is None else each.segment_number for each in (before, header)]
         if self.tail is not None and numbers[0] is not None and numbers[1] == numbers[0] + 1:
-            detail = f"cut at the end of a frame: {lost}, but the next segment is the one that followed"
+            detail = f"cut at the end of a frame: {lost}, but by the segments' numbers, no whole segment is missing"
             self._report("cut_segment", self.tail[0], self.tail[1], detail, 0)
             return
         self._report("missing_segment", segment, 0, f"{lost}, and no record says that they were retired", 0)
@@ -255,7 +263,10 @@ class LogReader:
     # --- damage ------------------------------------------------------------------------------------------------------
 
     def _behind_damage(self, segment: Path, data: SegmentBytes, offset: int) -> int | None:
-        """Report what follows the last good frame; return where to read on, or None at the end."""
+        """Report damage at `offset`, after the last good frame, unless the segment ends or grows there.
+
+        Return the offset at which to continue in this segment; None: no intact frame follows in it.
+        """
         found = self._credible_frame(data, offset)
         if found is None:
             if self._more_comes(segment, data, offset):
@@ -274,21 +285,23 @@ class LogReader:
             detail = f"{there}; {'nothing intact follows' if reached is None else lost}"
         elif end > offset:
             kind, claims = "chain_broken", sequences(there.first_sequence, there.next_sequence)
-            detail = f"the frame of {claims} does not follow from the one before it; left out, {lost}"
+            detail = f"the frame of {claims} does not continue the frame before it and is left out; {lost}"
         elif is_lost:
             kind, detail = "sequence_gap", f"{lost}, but no byte is damaged"
         else:
-            kind, detail = "chain_broken", "the frame is intact but does not follow from the one before it"
+            kind, detail = "chain_broken", "the frame is intact but does not continue the frame before it"
         self._report(kind, segment, offset, detail, end - offset)
         if reached is not None and (is_lost or end == offset):
             self.next_sequence, self.chain_hash = reached, None
         return None if found is None else end
 
     def _credible_frame(self, data: SegmentBytes, offset: int) -> tuple[int, Frame] | None:
-        """Return the first credible frame at or after `offset` and its offset, or None.
+        """Return the offset of the first credible frame at or after `offset`, and the frame. None: there is none.
 
-        A frame is credible if it follows the last one read. It is also credible if its sequence number lies before the
-        next segment, and the frame or segment right after it does not contradict it.
+        A frame is credible if it continues the frame that was read last. Any other frame is credible if both are true:
+
+        - Its sequence number is before that of the next segment.
+        - The frame or segment header directly after it does not contradict it.
         """
         while (found := data.find_frame(offset, self.next_sequence, self._limit)) is not None:
             at, frame = found
@@ -299,7 +312,7 @@ class LogReader:
         return None
 
     def _is_contradicted(self, frame: Frame, data: SegmentBytes, end: int) -> bool:
-        """Whether the frame or segment right after `frame` follows from something else."""
+        """Whether the frame or segment header directly after `frame` continues another frame than `frame`."""
         behind = data.frame_at(end) if end < data.num_bytes else ""
         if isinstance(behind, Frame):
             return not follows(behind, frame.next_sequence, frame.chain_hash)
@@ -309,9 +322,9 @@ class LogReader:
         return header.previous_head_hash != frame.chain_hash
 
     def _more_comes(self, segment: Path, data: SegmentBytes, offset: int) -> bool:
-        """Look again at a last segment's end, and for a successor; return whether to read on.
+        """Check again whether the last segment has grown or a new segment has begun. Return whether to continue.
 
-        The writer may be in the middle of the frame at `offset`, or in a new segment.
+        The writer may be about to complete the frame at `offset`, or may have begun a new segment.
         """
         if self._successor is not None:
             return False
@@ -332,21 +345,22 @@ class LogReader:
 
 
 def read_log(path: Path, *, from_sequence: int = 1) -> LogReader:
-    """Open a log (its directory, or one segment file) for reading.
+    """Open a log for reading. `path` is the log's directory, or one segment file.
 
     Raises:
-        FileNotFoundError: there is nothing at `path`.
-        LogError: the directory holds no segment.
-        LogTooNew: the log needs a later version of kvledger.
+        FileNotFoundError: `path` does not exist.
+        LogError: the directory has no segment.
+        LogTooNew: the log needs a newer version of kvledger.
 
     """
     return LogReader(Path(path), from_sequence)
 
 
 def traces_of_log(directory: Path) -> str:
-    """Return what a directory without segments records of its log; empty if nothing, or if all of it was retired.
+    """Return a text about the segments that a directory without segments once had, for a message.
 
-    Raises `OSError`.
+    The text is from the end record or the record of retirements. It is empty if neither names a segment, or if the
+    whole log was retired. Raises `OSError`.
     """
     name = directory.absolute().name
     recorded = read_end_record(directory)
@@ -366,9 +380,10 @@ def traces_of_log(directory: Path) -> str:
 
 
 def frames_from(path: Path, segment: str, offset: int) -> Iterator[tuple[Frame, str, int]]:
-    """Yield a log's frames from a recorded place on, each with its segment and offset.
+    """Yield the frames of the log at `path`, each with its segment's name and its offset.
 
-    Ends at the first frame that is not intact or does not follow, and reports no damage.
+    The first frame is the one at `offset` of `segment`. The iteration ends at the first frame that is not intact or
+    does not continue the frame before. It reports no damage.
     """
     sequence: int | None = None
     chain_hash: bytes | None = None

@@ -1,12 +1,12 @@
 """Keep logs within a size and an age, and make room on a full disk: delete the oldest whole segments.
 
-A log that is being written keeps its last segment; a closed log may vanish. A segment's age counts from its last write.
-Only files that belong to a log are deleted. Each deletion is recorded first (see `retirements`), or right after it if a
-full disk has no room for the record.
+A log that is being written keeps its last segment. A closed log can be deleted completely. The age of a segment is the
+time since the last write to it. Only files that belong to a log are deleted. Each deletion is recorded before it
+happens (see `retirements`). If a full disk has no room for the record, the deletion is recorded directly afterwards.
 
-Without its oldest segment, a log is read from the snapshot of the next segment. If snapshots are made, retention waits
-for that snapshot up to a limit (`SnapshotWait`). Beyond the limit, the segment is deleted, and the record states that
-the rest is not verifiable up to the next snapshot.
+After a log's oldest segment is deleted, readers begin with the snapshot of the next segment. If snapshots are made,
+retention waits for that snapshot up to a limit (`SnapshotWait`). Beyond the limit, the segment is deleted without it.
+The record then states that the events up to the next snapshot cannot be verified.
 """
 
 from __future__ import annotations
@@ -76,28 +76,28 @@ def ignore(_error: OSError | LogError) -> None:
 
 @attrs.define
 class SnapshotWait:
-    """How long a segment stays because the next one has no snapshot."""
+    """How long retention keeps a segment because the next segment has no snapshot."""
 
     excess_bytes: int = 0
-    """Bytes over the size limit up to which the segment stays."""
+    """The segment is kept as long as the logs exceed their size limit by at most this many bytes."""
     excess_seconds: float = 0.0
-    """Seconds over the age limit up to which the segment stays."""
+    """The segment is kept as long as it exceeds the age limit by at most this many seconds."""
     given_up: Collection[Path] = ()
-    """Directories of logs whose missing snapshots cannot be made."""
+    """Directories of logs whose missing snapshots cannot be made. Retention does not wait for these."""
     waits_for: Path | None = None
-    """Directory of the log for which retention still waited when it returned."""
+    """Set by retention: directory of the log whose snapshot is missing. None: retention did not wait for a snapshot."""
 
 
 @attrs.frozen
 class _Due:
-    """Why a segment is deleted. `is_urgent`: even if the next segment has no snapshot."""
+    """Why a segment is deleted. With `is_urgent`, it is deleted even if the next segment has no snapshot."""
 
     reason: RetirementReason
     is_urgent: bool = True
 
 
 _Judge = Callable[[int, float], _Due | None]
-"""(bytes of all logs, age of the oldest segment in seconds) → why that segment goes; None: it stays."""
+"""(bytes of all logs, age of the oldest segment in seconds) → why this segment is deleted; None: it is kept."""
 
 
 def _over_limits(max_bytes: int | None, max_age_seconds: float | None, wait: SnapshotWait | None) -> _Judge:
@@ -120,11 +120,11 @@ def free_bytes(directory: Path) -> int:
 
 @attrs.define(eq=False)
 class _Log:
-    """A log whose oldest segments may go; with `may_vanish`, all of them and the directory."""
+    """A log whose oldest segments may be deleted. With `may_vanish`, all segments and the directory may be deleted."""
 
     directory: Path
     status: os.stat_result
-    """Status of the directory, so that files are deleted only in this very directory."""
+    """Status of the directory. Files are deleted only in the directory with this status, even if its name changes."""
     may_vanish: bool
     segments: deque[Path]
 
@@ -138,11 +138,14 @@ class _Log:
 
     @property
     def is_rest_verifiable(self) -> bool:
-        """Whether the log can be read without its oldest segment: from a snapshot, or because none remains."""
+        """Whether the log can be read without its oldest segment. False if the next segment has no intact snapshot."""
         return len(self.segments) == 1 or has_snapshot(self.segments[1])
 
     def describe_oldest(self, reason: RetirementReason, now_unix_ns: int, *, is_rest_verifiable: bool) -> Retirement:
-        """Return the oldest segment's retirement. Raises `LogDamaged` if a needed header is not intact."""
+        """Return the record of the oldest segment's retirement.
+
+        Raises `LogDamaged` if the header of this segment or of the next one is not intact.
+        """
         segment, header = self.segments[0], read_header(self.segments[0])
         last_sequence, head_hash = self._end_of_oldest(header)
         return Retirement(
@@ -163,7 +166,7 @@ class _Log:
         if len(self.segments) > 1:
             following = read_header(self.segments[1])
             if following.log_id != header.log_id or following.first_sequence <= header.first_sequence:
-                msg = f"{self.segments[1]}: does not follow {self.segments[0].name}, so nothing of this log is retired"
+                msg = f"{self.segments[1]}: does not follow {self.segments[0].name}, so this log's segments are kept"
                 raise LogDamaged(msg)
             return following.first_sequence - 1, following.previous_head_hash.hex()
         sequence, chain_hash = header.first_sequence, header.chain_hash
@@ -182,12 +185,13 @@ def retire(
 ) -> list[Retirement]:
     """Retire the oldest segments of a log that no process writes, until the log is within both limits.
 
-    The last segment stays. Returns what was retired, or with `dry_run` what would be.
+    The last segment is kept. Returns the retired segments. With `dry_run`, nothing is deleted, and the function returns
+    the segments that would be retired.
 
     Raises:
-        LogLocked: the log is being written; its writer applies its own limits.
-        LogDamaged: a segment header is not intact, so nothing more is deleted.
-        OSError: a file could not be deleted; earlier retirements are recorded.
+        LogLocked: the log is being written. Its writer retires segments by its own limits.
+        LogDamaged: a segment header is not intact, so no further segment is deleted.
+        OSError: a file could not be deleted. The segments that were deleted before are recorded.
     """
     if directory.is_symlink():
         directory = directory.resolve()
@@ -213,12 +217,16 @@ def retire_logs(
 ) -> list[Retirement]:
     """Retire the oldest segments of all logs in `log_dir` until the logs together are within both limits.
 
-    Closed logs vanish with their last segment; `log_dir` keeps the record. The caller writes `in_use`: its last segment
-    stays. Logs with other writers are only counted. Logs with a damaged header are skipped, and so are logs that cannot
-    be read or deleted, after a call of `on_trouble`. Without `wait`, no snapshot is waited for.
+    A closed log is deleted completely with its last segment; the record is in `log_dir`. `in_use` is the log that the
+    caller writes, and keeps its last segment. Logs that other processes write keep all segments, but count towards the
+    limits.
+
+    Logs with a damaged header are skipped. Logs that cannot be read or deleted are reported to `on_trouble` and
+    skipped. Without `wait`, retention waits for no snapshot. Returns the retired segments, or with `dry_run` those that
+    would be retired.
 
     Raises:
-        LogDamaged: no log is left to retire from, and the last one had a damaged header.
+        LogDamaged: every log that could be retired was skipped, the last one because of a damaged header.
         OSError: `log_dir` itself cannot be read.
     """
     judge = _over_limits(max_bytes, max_age_seconds, wait)
@@ -229,9 +237,10 @@ def retire_logs(
 def make_room(
     log_dir: Path, num_free_bytes: int, *, in_use: Path | None = None, on_trouble: Trouble = ignore
 ) -> list[Retirement]:
-    """Retire the oldest segments of all logs in `log_dir` until `num_free_bytes` are free, or no more may go.
+    """Retire the oldest segments of all logs in `log_dir` until `num_free_bytes` of the disk are free.
 
-    Waits for no snapshot. A segment that a reader keeps open counts as free. Raises like `retire_logs`.
+    Stops earlier if no further segment may be retired. Waits for no snapshot. A deleted segment counts as free space,
+    even if a reader keeps the file open. Returns the retired segments, and raises the errors of `retire_logs`.
     """
     free_before = free_bytes(log_dir)
     with _locked_logs(log_dir, in_use, dry_run=False, on_trouble=on_trouble) as (logs, num_bytes):
@@ -244,7 +253,7 @@ def make_room(
 
 
 def num_log_bytes(log_dir: Path) -> int:
-    """Return the bytes of all logs in `log_dir`, as limits count them. Raises `OSError`."""
+    """Return the bytes of all logs in `log_dir` that count towards the size limit. Raises `OSError`."""
     return sum(_bytes_of(directory) for directory in directories_in(log_dir))
 
 
@@ -252,7 +261,10 @@ def num_log_bytes(log_dir: Path) -> int:
 def _locked_logs(
     log_dir: Path, in_use: Path | None, *, dry_run: bool, on_trouble: Trouble
 ) -> Iterator[tuple[list[_Log], int]]:
-    """Yield the logs in `log_dir` without another writer, locked meanwhile, and the bytes of all logs."""
+    """Yield the logs in `log_dir` that no other process writes, and the bytes of all logs.
+
+    The yielded logs are locked until the context ends; with `dry_run` they are not locked.
+    """
     logs: list[_Log] = []
     num_bytes = 0
     with contextlib.ExitStack() as locks:
@@ -352,7 +364,7 @@ def _is_same(one: Retirement, other: Retirement) -> bool:
 
 
 def _finish_vanishing(log_dir: Path, directory: Path) -> None:
-    """Finish the retirement of a log's last segment after a crash."""
+    """Delete the rest of a log if a crash has interrupted the retirement of its last segment."""
     status = directory.lstat()
     if not any(each.log == directory.name for each in read_retirements(log_dir)):
         last = last_retirement(directory)
@@ -373,7 +385,7 @@ def _remove_parts(directory: Path, status: os.stat_result) -> None:
 
 
 def _parts_of(segment: Path) -> list[Path]:
-    """Return the paths of a segment's snapshot and of its partial compressed form after a crash."""
+    """Return the paths of a segment's snapshot and of the partial compressed form that a crash may have left."""
     return [segment.with_suffix(suffix) for suffix in (SNAPSHOT_SUFFIX, UNFINISHED_SUFFIX)]
 
 
@@ -385,6 +397,6 @@ def _size(path: Path) -> int:
 
 
 def _bytes_of(directory: Path) -> int:
-    """Return the bytes of a log without its records, which retention does not shrink."""
+    """Return the bytes of a log. Its records do not count, because retention does not make them smaller."""
     files = (file for pattern in _PARTS_OF_A_LOG for file in directory.glob(pattern))
     return sum(_size(file) for file in files if file.name not in _RECORDS)

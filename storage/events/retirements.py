@@ -1,8 +1,9 @@
-"""The record `retired.jsonl` of a log's retired segments: a line with a JSON object for each.
+"""The record `retired.jsonl` of a log's retired segments, with one JSON object per line for each segment.
 
-An entry is on disk before its segment is deleted, so a retired beginning can be distinguished from segments that were
-deleted by hand. The record begins with a reserved line of spaces. On a full disk, the next entry overwrites this line
-in place; a later one reserves a new line. A line torn by a crash is skipped.
+An entry is on disk before its segment is deleted. Readers can therefore distinguish retired segments from segments that
+were deleted by hand. The record begins with a reserved line of spaces. On a full disk, the next entry overwrites the
+reserved line in place. The next entry that can be appended reserves a new line. Readers skip a line that a crash left
+incomplete.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ __all__ = [
 RETIREMENTS_NAME: Final = "retired.jsonl"
 RetirementReason = Literal["age", "size", "full"]
 _RESERVED: Final = b" " * 1000
-"""Twice the size of an entry; a directory's name has up to 255 bytes."""
+"""Room for an entry whose log directory has a name of 255 bytes. A usual entry takes half of it."""
 
 
 @attrs.frozen
 class Retirement:
-    """One retired segment. `log` is the name of its directory; hashes are hexadecimal."""
+    """One retired segment. `log` is the name of the log's directory. Hashes are hexadecimal."""
 
     log: str
     log_id: str
@@ -59,25 +60,26 @@ class Retirement:
     first_sequence: int
     last_sequence: int
     previous_head_hash: str
-    """Chain hash before its first frame, from its header."""
+    """Chain hash before the segment's first frame, from the segment's header."""
     head_hash: str
-    """Chain hash of its last frame, which the next header names."""
+    """Chain hash of the segment's last frame. The header of the next segment has the same hash."""
     num_bytes: int
     reason: RetirementReason
-    """`age`, `size`: over a limit; `full`: the disk had no room to begin a log."""
+    """`age` or `size`: a limit of the logs was exceeded. `full`: the disk had no room for a new log."""
     retired_at_unix_ns: int
     is_rest_verifiable: bool = True
-    """Whether the rest could be verified without this segment: the next one had its snapshot, or none remained. If not,
-    the events up to the next snapshot are no longer verifiable."""
+    """Whether the rest of the log can be verified without this segment. True if the next segment had a snapshot, or if
+    no segment remained. If False, the events up to the next snapshot can no longer be verified."""
 
 
 def write_retirement(directory: Path, retirement: Retirement) -> None:
     """Append an entry to the record in `directory` and sync it to disk.
 
-    A record with hard links, as after `cp -al`, is replaced by a file of its own.
+    A record that has hard links, for example after `cp -al`, is first replaced by a new file with the same entries.
 
     Raises:
-        OSError: the entry could not be written; on a full disk, no line was reserved for it either.
+        OSError: the entry could not be written. On a full disk, this means that there was no reserved line to
+            overwrite.
     """
     line = msgspec.json.encode(retirement)
     try:
@@ -91,7 +93,7 @@ def write_retirement(directory: Path, retirement: Retirement) -> None:
 
 
 def reserve_retirement(directory: Path, *, durable: bool) -> None:
-    """Reserve a line in the record in `directory` unless there is one. Raises `OSError`."""
+    """Reserve a line in the record in `directory` if it has no reserved line. Raises `OSError`."""
     path = directory / RETIREMENTS_NAME
     try:
         write_file(path, _RESERVED + b"\n", durable=durable, exclusive=True)
@@ -112,7 +114,7 @@ def _append(directory: Path, line: bytes) -> None:
 
 
 def _replace_record(path: Path, reason: RefusedFile) -> None:
-    """Replace the record by a file of its own with the same entries and a reserved line."""
+    """Replace a record that has hard links by a new file with the same entries and a reserved line."""
     unfinished = path.with_suffix(UNFINISHED_SUFFIX)
     lines = [*map(msgspec.json.encode, read_retirements(path.parent)), _RESERVED]
     try:
@@ -121,13 +123,14 @@ def _replace_record(path: Path, reason: RefusedFile) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-        # Not the full disk's error: the caller would delete the segment first, and the record might still not fit.
+        # Not the error of a full disk: the caller would then delete the segment first, and the record might still not
+        # fit.
         raise (reason if is_full(error) else error) from error
     sync_directory(path.parent)
 
 
 def _write_reserved(path: Path, line: bytes) -> bool:
-    """Overwrite the reserved line; return whether `line` is on disk."""
+    """Overwrite the record's reserved line with `line`; return whether `line` is now on disk."""
     with contextlib.suppress(OSError):
         offset = 0
         for each in read_file(path).splitlines(keepends=True):
@@ -145,7 +148,7 @@ def _write_reserved(path: Path, line: bytes) -> bool:
 
 
 def read_retirements(directory: Path) -> list[Retirement]:
-    """Return the entries in `directory` as written; empty without a record."""
+    """Return the entries of the record in `directory`, in the order of the file; empty without a record."""
     try:
         lines = read_file(directory / RETIREMENTS_NAME).splitlines()
     except (FileNotFoundError, NotADirectoryError):
@@ -162,9 +165,10 @@ def read_retirements(directory: Path) -> list[Retirement]:
 def retired_between(
     retirements: Sequence[Retirement], log_id: object, first_sequence: int, end_sequence: int
 ) -> list[Retirement] | None:
-    """Return the retirements that cover `first_sequence` up to before `end_sequence`, in order.
+    """Return the retirements that cover the events from `first_sequence` up to before `end_sequence`, in order.
 
-    The first one may begin earlier. None: there is a gap, or a retirement does not follow from the one before.
+    The first retired segment may begin before `first_sequence`. None: some of these events are in no retired segment,
+    or the hashes of two neighbouring segments do not match.
     """
     by_first = {each.first_sequence: each for each in retirements if each.log_id == log_id}
     chain: list[Retirement] = []
@@ -181,9 +185,10 @@ def retired_between(
 
 
 def last_retirement(directory: Path) -> Retirement | None:
-    """Return the retirement of a log's newest segment, if the log's own record has it: then all of the log was retired.
+    """Return the retirement of a log's newest segment from the record in the log's own directory; None: not there.
 
-    This happens only on a full disk, before the entry in the directory above is written.
+    An entry there means that the whole log was retired. It exists only if the disk was so full that the entry could
+    not be written into the record of the directory above.
     """
     ended = read_end_record(directory)
     if ended is None:

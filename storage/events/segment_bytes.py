@@ -1,9 +1,10 @@
-"""The frames of one segment file, raw or compressed, read through a window of 1 MiB or one block.
+"""The frames of one segment file, compressed or not.
 
-Offsets and sizes are in uncompressed bytes. A frame that is cut off at the end is ignored. No frame spans two blocks.
+Offsets and sizes count uncompressed bytes. A frame that is cut off at the end of the file is ignored. No frame spans
+two blocks of a compressed file. At most 1 MiB, one block or one frame of the file is in memory at a time.
 
-The file is not mapped into memory. A writer that removes a half-written frame shortens the file, which would kill a
-process that has the file mapped.
+The file is not mapped into memory. A writer shortens the file to remove a half-written frame. This would kill a process
+that has the file mapped.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _TRIED_BYTES_PER_BYTE: Final = 32
 
 
 class SegmentBytes:
-    """One file, open for reading. `num_bytes` is its size when last checked."""
+    """One segment file, open for reading. `num_bytes` is its uncompressed size when it was last checked."""
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises `OSError`."""
@@ -50,12 +51,12 @@ class SegmentBytes:
         except BaseException:
             os.close(self._descriptor)
             raise
-        """None: the segment is not compressed."""
+        """Blocks of a compressed segment; None: the segment is not compressed."""
         self.num_bytes = num_stored if self._blocks is None else self._blocks.num_bytes
         self._window = b""
         self._window_start = 0
         self._num_bytes_to_try = _TRIED_BYTES + _TRIED_BYTES_PER_BYTE * num_stored
-        """Bytes of false frames that may still be checked; a file may consist of them."""
+        """Bytes of false frames that may still be checked. A hostile file may consist of false frames."""
 
     def __enter__(self) -> Self:
         return self
@@ -66,18 +67,21 @@ class SegmentBytes:
         os.close(self._descriptor)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return up to `num_bytes` bytes from `offset`, within the file and the block."""
+        """Return up to `num_bytes` bytes from `offset` on, at most to the end of the file or of the block."""
         num_bytes = max(0, min(num_bytes, self.num_bytes - offset))
         if self._blocks is not None:
             return self._blocks.read(offset, num_bytes)
         return os.pread(self._descriptor, num_bytes, offset)
 
     def block_trouble(self, offset: int) -> str:
-        """Return why the block at `offset` cannot be read; empty if it can, or if the segment is not compressed."""
+        """Return why the block at `offset` cannot be read.
+
+        Empty if the block can be read, or if the segment is not compressed.
+        """
         return "" if self._blocks is None else self._blocks.trouble_at(offset)
 
     def has_changed(self, offset: int) -> bool:
-        """Check the file again; return whether it changed from `offset` on. A compressed file never changes."""
+        """Check the file again. Return whether it changed after `offset`. A compressed file never changes."""
         if self._blocks is not None:
             return False
         before = (self.num_bytes, self.read(offset, _WINDOW_BYTES))
@@ -86,7 +90,7 @@ class SegmentBytes:
         return before != (self.num_bytes, self.read(offset, _WINDOW_BYTES))
 
     def frame_at(self, offset: int) -> Frame | str:
-        """Return the intact frame at `offset`, or why there is none."""
+        """Return the intact frame at `offset`, or the reason why there is no intact frame."""
         at = offset - self._window_start
         if not 0 <= at <= len(self._window) - FRAME_HEADER_BYTES:
             self._load(offset, _WINDOW_BYTES)
@@ -100,7 +104,8 @@ class SegmentBytes:
         num_bytes, crc = declared
         if offset + num_bytes > self.num_bytes:
             return (
-                f"by its header, the frame ends {offset + num_bytes - self.num_bytes} bytes after the end of the file"
+                f"according to its header, the frame ends {offset + num_bytes - self.num_bytes} bytes after the end of "
+                "the file"
             )
         if at + num_bytes <= len(self._window):
             return found
@@ -112,10 +117,11 @@ class SegmentBytes:
     def find_frame(
         self, start: int, minimum_sequence: int = 1, maximum_sequence: int | None = None
     ) -> tuple[int, Frame] | None:
-        """Return the first intact frame at or after `start` with its offset, or None.
+        """Return the offset of the first intact frame at or after `start`, and the frame; None: not found.
 
-        The frame's first sequence number is at least `minimum_sequence` and below `maximum_sequence`. This is checked
-        before the CRC, so a false marker costs little. Many false frames inside one another end the search.
+        The frame's first sequence number is at least `minimum_sequence` and below `maximum_sequence`. The number is
+        checked before the CRC, so a false marker costs little time. The search gives up in a file with very many false
+        frames.
         """
         upper_bound = MAX_SEQUENCE if maximum_sequence is None else maximum_sequence
         offset = start
@@ -153,9 +159,10 @@ class SegmentBytes:
     def frames(
         self, offset: int, sequence: int | None = None, chain_hash: bytes | None = None
     ) -> Iterator[tuple[int, Frame]]:
-        """Yield the frames from `offset` on, as long as each is intact and follows from the one before.
+        """Yield the frames from `offset` on with their offsets, up to the first that is not intact or does not follow.
 
-        The first frame must begin with event `sequence` and follow `chain_hash` (16 bytes); None: not checked.
+        A frame follows if its sequence number and its chain hash continue the frame before. The first frame must begin
+        with event `sequence` and continue `chain_hash` (16 bytes); None: not checked.
         """
         while offset < self.num_bytes:
             frame = self.frame_at(offset)
@@ -166,9 +173,9 @@ class SegmentBytes:
             sequence, chain_hash = frame.first_sequence + frame.num_events, frame.chain_hash
 
     def ends_with_whole_frame(self, offset: int) -> bool:
-        """Whether a header at `offset` states a frame that ends with the file, and the frame does not end with zeros.
+        """Whether the frame header at `offset` states a frame that ends with the file, and no zeros are at its end.
 
-        An interrupted write leaves less, and a power cut leaves zeros.
+        Such a frame was written completely. An interrupted write leaves a shorter file, and a power cut leaves zeros.
         """
         declared = declared_frame(self.read(offset, FRAME_HEADER_BYTES), 0)
         if declared is None or offset + declared[0] != self.num_bytes:
@@ -189,7 +196,7 @@ class SegmentBytes:
 
 
 def num_written_bytes(segment: Path) -> int:
-    """Return the bytes of a segment as written; 0 for anything but a regular file. Raises `OSError`."""
+    """Return a segment's size in bytes before compression; 0 if `segment` is no regular file. Raises `OSError`."""
     if not is_regular_file(segment):
         return 0
     with SegmentBytes(segment) as data:

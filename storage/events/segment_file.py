@@ -1,7 +1,7 @@
-"""The name and the header block of a segment file. Knows bytes and names; must not know frames.
+"""The name and the header block of a segment file. This module must not know frames.
 
-File name: ``{first_sequence:020d}.kvlog``. The header block is two equal copies: damage to one is only reported. A
-copy, little-endian:
+The file name is ``{first_sequence:020d}.kvlog``. The header block consists of two equal copies, so that a segment can
+be read if one copy is damaged. Each copy is little-endian:
 
 ====== ===== ======================================================================================
 offset bytes field
@@ -13,8 +13,9 @@ offset bytes field
 18     ...   body: a msgpack map of `log_id`, `first_sequence`, `previous_head_hash`, `header`, `segment_number`
 ====== ===== ======================================================================================
 
-The first 18 bytes are the same in every format version, so an old reader can report the version it needs. The chain
-starts with the BLAKE2b-128 of one copy, which contains the last hash of the segment before.
+The first 18 bytes have the same fields in every format version, so an old reader can report which version it needs. The
+chain of hashes in a segment starts with the BLAKE2b-128 of one copy. Because each copy contains the last hash of the
+segment before, the chain covers the whole log.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ __all__ = [
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 NO_PREVIOUS_HASH = bytes(CHAIN_HASH_BYTES)
-ONE_COPY_DAMAGED = "one of the segment header's two copies is damaged; the other one is intact"
+ONE_COPY_DAMAGED = "one of the segment header's two copies is damaged; the other copy is intact"
 UNFINISHED_SUFFIX = ".unfinished"
 SEGMENT_SUFFIX = ".kvlog"
 SNAPSHOT_SUFFIX = ".snapshot"
@@ -87,7 +88,7 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 @attrs.frozen
 class SegmentHeader:
-    """A segment's header. `header` is the mapping given by the log's creator."""
+    """A segment's header. `header` is the mapping that the log's creator has given."""
 
     log_id: str
     first_sequence: int
@@ -97,9 +98,9 @@ class SegmentHeader:
     """Bytes of both copies, which is also the offset of the first frame."""
     chain_hash: bytes
     segment_number: int | None = None
-    """1 for a log's first segment; None: not counted."""
+    """1 for a log's first segment, 2 for the next, and so on; None: the header has no number."""
     damaged_at: int | None = None
-    """Offset of a damaged copy; None: both are intact."""
+    """Offset in the file of a damaged copy of the header; None: both copies are intact."""
 
 
 def encode_header(
@@ -109,12 +110,12 @@ def encode_header(
     header: Mapping[str, object],
     segment_number: int | None = None,
 ) -> bytes:
-    """Return a header block. Raises `LogError` if the mapping cannot be stored."""
+    """Return a header block. Raises `LogError` if the mapping `header` cannot be stored."""
     if "log_id" in header:
         msg = "the header mapping has a key 'log_id', which the log writes itself; use another key"
         raise LogError(msg)
     if is_too_deep(header):
-        msg = f"the header mapping is nested more than {MAX_DEPTH} deep, which readers refuse; make it flatter"
+        msg = f"the header mapping is nested more than {MAX_DEPTH} levels deep, which readers refuse; make it flatter"
         raise LogError(msg)
     try:
         fields = attrs.asdict(
@@ -126,18 +127,20 @@ def encode_header(
         raise LogError(msg) from error
     if 2 * (_PREFIX.size + len(body)) > MAX_HEADER_BYTES:
         limit = MAX_HEADER_BYTES // 2
-        msg = f"the header mapping takes {len(body)} bytes, over the limit of {limit} for one copy; shorten it"
+        msg = f"the header mapping takes {len(body)} bytes, over the limit of {limit} bytes for one copy; shorten it"
         raise LogError(msg)
     prefix = _PREFIX_WITHOUT_CRC.pack(_MAGIC, FORMAT_VERSION, len(body))
     return 2 * (prefix + struct.pack("<I", crc32c(prefix + body)) + body)
 
 
 def decode_header(data: bytes, name: str, *, any_copy: bool = False) -> SegmentHeader:
-    """Decode the header block at the start of `data`; `name` is for messages. With `any_copy`, one intact copy will do.
+    """Decode the header block at the start of `data`. `name` is the file's name for messages.
+
+    Both copies of the header must be intact. With `any_copy`, one intact copy is enough.
 
     Raises:
-        LogDamaged: the block is not intact; with `any_copy`, neither copy is, or the file ends within the block.
-        LogTooNew: an intact copy has a later format.
+        LogDamaged: not enough copies are intact, or `data` ends within the block.
+        LogTooNew: an intact copy has a newer format version.
     """
     problem, at = "", 0
     while at >= 0:
@@ -150,7 +153,7 @@ def decode_header(data: bytes, name: str, *, any_copy: bool = False) -> SegmentH
     else:
         raise LogDamaged(problem)
     if len(data) < found.num_bytes:
-        msg = f"{name}: ends {found.num_bytes - len(data)} bytes before the end of its header block"
+        msg = f"{name}: the file ends {found.num_bytes - len(data)} bytes before the end of its header block"
         raise LogDamaged(msg)
     if data[:size] == data[size : found.num_bytes]:
         return found
@@ -161,13 +164,16 @@ def decode_header(data: bytes, name: str, *, any_copy: bool = False) -> SegmentH
 
 
 def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
-    """Decode the copy at offset `at`, which is 0 or the size of a copy, or return why there is none."""
+    """Return the header from the copy at offset `at`, or why no intact copy begins there.
+
+    The first copy is at offset 0, the second directly after the first.
+    """
     if len(data) - at < _PREFIX.size:
         return f"{name}: {len(data) - at} bytes are too few for a segment header"
     magic, version, num_body_bytes, crc = _PREFIX.unpack_from(data, at)
     if magic != _MAGIC:
         first = _MAGIC.decode()
-        return f"{name}: does not begin with {first}, so it is not a log segment or its first bytes are damaged"
+        return f"{name}: does not begin with {first}, so it is no log segment, or its first bytes are damaged"
     size = _PREFIX.size + num_body_bytes
     if at not in {0, size}:
         return f"{name}: the segment header is cut or its CRC-32C does not match"
@@ -198,7 +204,7 @@ def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
 
 
 def read_header(segment: Path, *, any_copy: bool = False) -> SegmentHeader:
-    """Read the header block of a file. Raises like `decode_header`, and `OSError`."""
+    """Read the header block of a segment file. Raises the errors of `decode_header`, and `OSError`."""
     with os.fdopen(open_for_reading(segment), "rb") as file:
         return decode_header(file.read(MAX_HEADER_BYTES), segment.name, any_copy=any_copy)
 
@@ -209,20 +215,20 @@ def segment_name(first_sequence: int) -> str:
 
 
 def first_sequence_of(segment: Path) -> int | None:
-    """Return the sequence number in a segment's name, or None for any other name."""
+    """Return the sequence number in the file name of a segment; None: the name is not one of a segment."""
     match = _NAME.fullmatch(segment.name)
     return int(match[1]) if match else None
 
 
 def segment_paths(directory: Path) -> list[Path]:
-    """Return the segments in `directory`, in order."""
+    """Return the paths of the segments in `directory`, in the order of their events."""
     return sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
 
 
 def write_segment(directory: Path, first_sequence: int, block: bytes, *, durable: bool) -> Path:
-    """Create a segment that holds only its header, whole or not at all.
+    """Create a segment that has only the header block `block`. The segment is created completely or not at all.
 
-    Raises `OSError`. The segment exists nevertheless if only the directory's sync failed.
+    Raises `OSError`. If only the sync of the directory failed, the segment exists nevertheless.
     """
     segment = directory / segment_name(first_sequence)
     unfinished = segment.with_suffix(UNFINISHED_SUFFIX)

@@ -1,8 +1,9 @@
 """The event store on disk: a directory of append-only segment files with one writer.
 
-`append` is the hot path: one `write(2)` per frame, made inline, so a killed process loses nothing that it had logged. A
-failed write is rolled back. `segment_file` and `frames` describe the bytes, `reader` the damage. Each engine start
-begins a new log, so nothing is appended after what a crash left.
+`append` is the hot path. It makes one `write(2)` per frame in the caller's thread, so a killed process loses no event
+that was appended. After a failed write, the file is cut back to its last complete frame. Each engine start begins a new
+log, so no frame is ever appended to a log that a crash left incomplete. `segment_file` and `frames` describe the bytes,
+`reader` the damage.
 """
 
 from __future__ import annotations
@@ -54,18 +55,21 @@ _GAP: Final = int(FrameKind.GAP)
 
 @attrs.frozen
 class LogEnd:
-    """The end of a log. `offset` is after the last frame; hashes have 16 bytes."""
+    """The end of a log. `offset` is the offset in `segment` after the last frame. Hashes have 16 bytes."""
 
     segment: Path
     offset: int
     next_sequence: int
     chain_hash: bytes
-    """Chain hash that the next frame follows: `head_hash`, or that of a newer segment's header."""
+    """Chain hash that the next frame continues: `head_hash`, or the header's hash if the segment has no frame."""
     head_hash: bytes
 
 
 class SegmentEventStore:
-    """An `EventStore` in a directory, made by `create`. `header` is the mapping given to `create`, plus `log_id`."""
+    """An `EventStore` in a directory. Use `create` to make one.
+
+    `header` is the mapping that was given to `create`, plus `log_id`.
+    """
 
     def __init__(
         self,
@@ -111,14 +115,14 @@ class SegmentEventStore:
         sync_interval_ms: float = 50.0,
         maintenance: Maintenance | None = None,
     ) -> SegmentEventStore:
-        """Begin a log in `directory`, which is created if missing; `header` holds JSON values.
+        """Begin a log in `directory`, which is created if missing. `header` has JSON values.
 
-        No segment exceeds `segment_bytes`, unless a single frame does. `maintenance` is started with the log and with
-        each new segment.
+        No segment exceeds `segment_bytes`, unless it has a single frame that is larger. `maintenance` is started when
+        the log begins and with each new segment.
 
         Raises:
-            LogError: the directory already holds a log, or the header cannot be stored.
-            LogLocked: another writer holds the directory.
+            LogError: the directory already has a log, or the header cannot be stored.
+            LogLocked: another writer has locked the directory.
             OSError: the directory cannot be written.
         """
         log_id = uuid.uuid4().hex
@@ -156,7 +160,7 @@ class SegmentEventStore:
 
     @property
     def segment(self) -> Path:
-        """The segment in use; the same object until the next segment begins."""
+        """Path of the segment in use. It is the same object until the next segment begins."""
         return self._segment
 
     @property
@@ -165,7 +169,7 @@ class SegmentEventStore:
         return self._end[3]
 
     def is_quick(self, num_payload_bytes: int) -> bool:
-        """See `EventStore.is_quick`. False if a segment must begin or a rollback is pending."""
+        """See `EventStore.is_quick`. False if a new segment must begin, or if a failed write must be undone first."""
         offset = self._end[0]
         fits = offset + FRAME_HEADER_BYTES + num_payload_bytes <= self._segment_bytes
         is_right = not (self._rollback_pending or self._unused_segment is not None)
@@ -178,7 +182,7 @@ class SegmentEventStore:
         return self._append(_EVENTS, payload, num_events)
 
     def append_gap(self, num_events: int, reason: str) -> int:
-        """Append a gap; see `EventStore.append_gap`."""
+        """Append a GAP frame; see `EventStore.append_gap`."""
         return self._append(_GAP, reason.encode(errors="replace"), num_events)
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
@@ -190,7 +194,7 @@ class SegmentEventStore:
         self._refuse_damage(reader)
 
     def note_unwritten(self, num_events: int, reason: str) -> None:
-        """See `EventStore.note_unwritten`. The space is reserved, so this works on a full disk."""
+        """See `EventStore.note_unwritten`. Works on a full disk, because the end record has reserved its space."""
         if not self._closed:
             self._note_end(num_events, reason)
 
@@ -249,7 +253,7 @@ class SegmentEventStore:
         return first_sequence
 
     def _prepare(self) -> None:
-        """Check and repair; most appends do not need this."""
+        """Check that the log is open and was synced, and undo failed writes. Most appends do not need this."""
         self._check_open()
         if self._rollback_pending:
             self._roll_back()
@@ -268,7 +272,7 @@ class SegmentEventStore:
             return  # Still pending: the next append or `close` tries again.
 
     def _start_segment(self) -> None:
-        """Begin a new segment. Raises `OSError`; the old one then stays in use."""
+        """Begin a new segment. Raises `OSError`; the old segment then stays in use."""
         offset, next_sequence, _, head_hash = self._end
         if self._sync is not None:
             # A crash must never leave a new segment after a torn one.
@@ -302,7 +306,10 @@ class SegmentEventStore:
         is_closed: bool = False,
         expected_sequence: int | None = None,
     ) -> None:
-        """Write the end record. It is only evidence, so failures are ignored."""
+        """Write the end record. Failures are ignored, because readers do not need the record.
+
+        With `num_unwritten` None, the recorded number is reduced by the events written since.
+        """
         _, next_sequence, _, head_hash = self._end
         recorded = self._record.recorded
         if num_unwritten is None:  # as before, less what was written since
@@ -339,5 +346,5 @@ class SegmentEventStore:
 
 def _check_empty(directory: Path) -> None:
     if segment_paths(directory):
-        msg = f"{directory} holds a log already; create the new one in another directory"
+        msg = f"{directory} holds a log already; create the new log in another directory"
         raise LogError(msg)

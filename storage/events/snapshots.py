@@ -1,10 +1,14 @@
-"""Snapshots of a log: the state right before a segment, so that reading can begin there.
+"""Snapshots of a log: the state right before a segment, so that reading can begin at that segment.
 
-A snapshot is the file ``{first_sequence of the segment:020d}.snapshot`` next to its segment, and is deleted with it. A
-snapshot is never needed and never trusted: it is used only if its CRC matches, if the segment's header names the same
-log, event and hash, and if its `fingerprint` is the reader's. This module must not know what the state is.
+A snapshot is the file ``{first_sequence of the segment:020d}.snapshot`` next to its segment. It is deleted together
+with the segment. A whole log can be read without snapshots. A snapshot is used only if all of these are true:
 
-The file: magic ``KVLEDGERSNAP``, CRC-32C (4 bytes, little-endian) of the rest, a msgpack map.
+- Its CRC matches.
+- The segment's header names the same log, event and hash.
+- Its `fingerprint` is the same as the reader's.
+
+The file has the magic ``KVLEDGERSNAP``, the CRC-32C of the rest (4 bytes, little-endian) and a msgpack map. This module
+must not know what the state is.
 """
 
 from __future__ import annotations
@@ -45,7 +49,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @attrs.frozen
 class Snapshot:
-    """The state after event `sequence`, the last before the segment. `chain_hash` (16 bytes) is the hash after it."""
+    """The state after event `sequence`, the last event before the segment.
+
+    `chain_hash` (16 bytes) is the log's chain hash after this event.
+    """
 
     log_id: str
     sequence: int
@@ -54,16 +61,16 @@ class Snapshot:
     """Identifies the code and configuration for which `state` is valid."""
     state: bytes
     reader: bytes
-    """The log reader's encoded state after that event, with its own fingerprint."""
+    """Encoded state of the reader after event `sequence`, with a fingerprint of its own."""
     totals: bytes = b""
-    """Encoded figures of all events up to that one, on which no later event depends. Empty: none."""
+    """Encoded figures about all events up to `sequence`. Reading of later events does not need them. Empty: none."""
     format_version: int = SNAPSHOT_FORMAT_VERSION
 
 
 def segments_without_snapshot(directory: Path) -> list[Path]:
     """Return the segments of a log that lack a snapshot, in order. Raises `OSError`.
 
-    The first segment is left out: nothing is known before it.
+    The first segment is left out, because no segment has the events before it.
     """
     return [path for path in segment_paths(directory)[1:] if not is_regular_file(path.with_suffix(SNAPSHOT_SUFFIX))]
 
@@ -71,7 +78,7 @@ def segments_without_snapshot(directory: Path) -> list[Path]:
 def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
     """Write a snapshot next to `segment`, whole or not at all. Raises `OSError`.
 
-    The file is not synced: its CRC reveals damage, and nothing depends on it.
+    The file is not synced to disk. If a power cut damages it, the CRC reveals this, and readers do without it.
     """
     path = segment.with_suffix(SNAPSHOT_SUFFIX)
     body = _encode(snapshot)
@@ -88,17 +95,17 @@ def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
 
 
 def load_snapshot(path: Path, *, fingerprint: str) -> Snapshot | str:
-    """Read a snapshot without comparing it with the log; return it, or why it cannot be used."""
+    """Return the snapshot at `path`, or why it cannot be used. Does not compare it with the log."""
     snapshot = _read_snapshot(path)
     if isinstance(snapshot, str):
         return snapshot
     if (snapshot.format_version, snapshot.fingerprint) != (SNAPSHOT_FORMAT_VERSION, fingerprint):
-        return f"{path.name}: stale, written by code with another table, other handlers or another state"
+        return f"{path.name}: stale, because another version of kvledger or of an extension made it"
     return snapshot
 
 
 def has_snapshot(segment: Path) -> bool:
-    """Whether `segment` has an intact snapshot of its log, made by any code."""
+    """Whether `segment` has an intact snapshot of its log. The snapshot's fingerprint does not matter."""
     path = segment.with_suffix(SNAPSHOT_SUFFIX)
     snapshot = _read_snapshot(path)
     return not isinstance(snapshot, str) and not _not_of_this_log(path, snapshot, snapshot.log_id)
@@ -123,9 +130,10 @@ def _read_snapshot(path: Path) -> Snapshot | str:
 def find_snapshot(
     directory: Path, *, log_id: str, fingerprint: str, at_most: int | None = None, newest: bool = False
 ) -> tuple[Snapshot | None, list[str]]:
-    """Return the earliest usable snapshot of a log (or the newest), and why others were skipped.
+    """Return the earliest usable snapshot of a log (with `newest`: the newest), and why other snapshots were skipped.
 
-    Usable: intact, of this log and `fingerprint`, at or before event `at_most`, and followed by its segment.
+    A usable snapshot is intact, has this `log_id` and `fingerprint`, and belongs to the segment next to it. Snapshots
+    after event `at_most` are left out.
     """
     reasons: list[str] = []
     for path in sorted(directory.glob(f"*{SNAPSHOT_SUFFIX}"), reverse=newest):
@@ -138,19 +146,19 @@ def find_snapshot(
 
 
 def usable_snapshot(path: Path, *, log_id: str, fingerprint: str) -> Snapshot | str:
-    """Read a snapshot and compare it with its segment's header; return it, or why it cannot be used."""
+    """Return the snapshot at `path`, or why it cannot be used. Compares it with its segment's header."""
     snapshot = load_snapshot(path, fingerprint=fingerprint)
     return snapshot if isinstance(snapshot, str) else _not_of_this_log(path, snapshot, log_id) or snapshot
 
 
 def _not_of_this_log(path: Path, snapshot: Snapshot, log_id: str) -> str:
     if snapshot.log_id != log_id:
-        return f"{path.name}: foreign, of log {snapshot.log_id}"
+        return f"{path.name}: foreign, because it belongs to log {snapshot.log_id}"
     try:
         header = read_header(path.with_suffix(SEGMENT_SUFFIX), any_copy=True)
     except (OSError, LogError) as error:
         return f"{path.name}: {error}"
     its_place = (header.log_id, header.first_sequence - 1, header.previous_head_hash)
     if its_place != (log_id, snapshot.sequence, snapshot.chain_hash):
-        return f"{path.name}: foreign, its segment does not follow event {snapshot.sequence} with that hash"
+        return f"{path.name}: foreign, because its segment does not follow event {snapshot.sequence} with the same hash"
     return ""

@@ -1,4 +1,7 @@
-"""The interface of every event store, and its errors. Payloads are opaque bytes; I/O errors are `OSError`."""
+"""The interface of every event store, and the errors that stores raise.
+
+A store does not decode the payloads of frames. I/O errors are raised as `OSError`.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ __all__ = [
 
 
 class Durability(enum.StrEnum):
-    """The failures that a frame survives once `append` has returned."""
+    """The failures that a frame survives after `append` has returned."""
 
     OS = "os"
-    """The end of the process, even by SIGKILL. A power cut loses what the kernel has not written back."""
+    """The end of the process, even by SIGKILL. A power cut loses the frames that the kernel has not written to disk."""
     DISK = "disk"
-    """A power cut, once the next grouped `fdatasync` has returned; `flush` waits for one."""
+    """Also a power cut, as soon as the next grouped `fdatasync` has returned. `flush` waits for an `fdatasync`."""
 
 
 class LogError(Exception):
@@ -36,32 +39,32 @@ class LogError(Exception):
 
 
 class LogDamaged(LogError):
-    """The stored bytes are not what was written; `read_log` still reads what is intact."""
+    """The stored bytes are not the bytes that were written. `read_log` reads the intact frames nevertheless."""
 
 
 class LogTooNew(LogError):
-    """This version cannot read the log's format."""
+    """The log has a newer format than this version of kvledger can read."""
 
 
 class LogLocked(LogError):
-    """Another writer holds the log."""
+    """Another writer holds the log's lock."""
 
 
 class AppendConflict(LogError):
-    """The log's next sequence number is not `expected_sequence`."""
+    """The caller of `append` expected another sequence number than the log's next one."""
 
     @classmethod
     def at(cls, expected_sequence: int, next_sequence: int) -> AppendConflict:
-        """Return the error for a log that ends before `next_sequence`."""
-        return cls(f"append expected sequence number {expected_sequence}, but the next one is {next_sequence}")
+        """Return the error for an append at `expected_sequence` to a log whose next number is `next_sequence`."""
+        return cls(f"append expected sequence number {expected_sequence}, but the log's next one is {next_sequence}")
 
 
 class LogClosed(LogError):
-    """The store was closed; it can still be read."""
+    """The store was closed, so it accepts no appends. Its frames can be read."""
 
 
 class EventStore(Protocol):
-    """An append-only sequence of frames with one writer. Events are numbered from 1 without a gap."""
+    """An append-only sequence of frames with one writer. Sequence numbers of events begin at 1; none is left out."""
 
     @property
     def next_sequence(self) -> int:
@@ -75,42 +78,46 @@ class EventStore(Protocol):
         """
 
     def is_quick(self, num_payload_bytes: int) -> bool:
-        """Whether appending this many payload bytes now is a single write that waits for no disk."""
+        """Whether `append` could now write a payload of this size in a single write, without waiting for a disk."""
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
         """Append `num_events` events as one frame, whole or not at all, and return the first event's sequence number.
 
-        `expected_sequence` is the caller's own count.
+        `expected_sequence` is the sequence number that the caller expects for the first event; None: not checked.
 
         Raises:
             ValueError: `num_events` is not positive, or the payload is too large for a frame.
             AppendConflict: the log's next sequence number is not `expected_sequence`.
             LogClosed: the store was closed.
-            OSError: the frame could not be written; the log is unchanged.
+            OSError: the frame could not be written. The log is unchanged.
         """
 
     def append_gap(self, num_events: int, reason: str) -> int:
-        """Append a frame for `num_events` events that could not be written. Raises like `append`."""
+        """Append a GAP frame in place of `num_events` events that could not be written, with the reason.
+
+        Returns and raises like `append`.
+        """
 
     def note_unwritten(self, num_events: int, reason: str) -> None:
-        """Record how many events from `next_sequence` on cannot be written, and why; 0: none any more.
+        """Record that `num_events` events from `next_sequence` on cannot be written, and why; 0: all are written.
 
-        Readers need this if the writer is killed. Never raises; a store may ignore the call.
+        If the writer is killed, readers learn from this record which events are missing. Never raises. A store is free
+        to ignore the call.
         """
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
-        """Yield the frames in order from the one with `from_sequence` on, even after `close`.
+        """Yield the frames in order, beginning with the frame of event `from_sequence`. Works after `close`, too.
 
         Raises:
-            LogDamaged: the stored bytes are not what was written.
+            LogDamaged: the stored bytes are not the bytes that were written.
         """
 
     def flush(self) -> None:
-        """Wait until everything appended has the store's durability. Raises `OSError` and `LogClosed`."""
+        """Wait until all appended frames have the store's durability. Raises `OSError` and `LogClosed`."""
 
     def close(self, expected_sequence: int | None = None) -> None:
         """Flush and release the log. Closing again does nothing.
 
-        `expected_sequence`, the number after the caller's last event, is recorded next to the log. It shows a reader
-        which events never reached the store.
+        `expected_sequence` is the sequence number after the caller's last event. The store records it, so that a reader
+        knows which events never reached the store. None: not recorded.
         """

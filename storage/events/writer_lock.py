@@ -1,4 +1,4 @@
-"""The advisory lock of a log's one writer. The kernel releases it when the process ends."""
+"""The advisory lock of a log's one writer. The kernel releases the lock when the process ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _ATTEMPTS = 5
 _PAUSE_SECONDS = 0.002
 _MAX_DIGITS = 10
 _held: set[int] = set()
-"""Lock descriptors of this process. A forked child closes them: it may outlive the writer, and the log would still seem
-to be written. Closing does not release the writer's lock."""
+"""Descriptors of the locks that this process holds.
+
+A forked child closes them, because it may outlive the writer. The log would otherwise seem to be written as long as the
+child runs. Closing a descriptor in the child does not release the writer's lock."""
 
 
 def _close_inherited() -> None:
@@ -35,10 +37,10 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def lock_directory(directory: Path) -> int:
-    """Lock `directory` for writing by this process; return the descriptor that holds the lock until `unlock`.
+    """Lock the log in `directory` for this process; return the descriptor that holds the lock until `unlock`.
 
     Raises:
-        LogLocked: another writer, named by its pid, holds the lock.
+        LogLocked: another writer holds the lock. The message names the writer's pid.
         RefusedFile: the lock file is a link or not a regular file.
         OSError: the directory cannot be written, or its file system has no locks.
     """
@@ -58,23 +60,25 @@ def lock_directory(directory: Path) -> int:
 
 
 def locked(directory: Path) -> LogLocked:
-    """Return the error for a log that another process writes, with its pid if that can be read."""
+    """Return the error for a log that another process writes, with that process's pid if the lock file has it."""
     pid = "unknown"
     with contextlib.suppress(OSError):
         named = read_file(directory / LOCK_NAME).strip()
         pid = named.decode() if named.isdigit() and len(named) <= _MAX_DIGITS else pid
-    return LogLocked(f"{directory}: the log is being written by pid {pid}; close that writer, or read it with read_log")
+    return LogLocked(
+        f"{directory}: the log is being written by pid {pid}; wait until that process has ended, or only read the log"
+    )
 
 
 def unlock(descriptor: int) -> None:
-    """Release a lock, unless it is released already."""
+    """Release a lock. Does nothing if the lock is released already."""
     if descriptor in _held:
         _held.discard(descriptor)
         os.close(descriptor)
 
 
 def _name_writer(descriptor: int) -> None:
-    """Write the pid in place, even on a full disk; without room, the writer stays unnamed."""
+    """Write this process's pid into the lock file. On a full disk, this may fail; the file then has no pid."""
     try:
         os.pwrite(descriptor, f"{os.getpid():<10}\n".encode(), 0)
     except OSError as error:
@@ -83,7 +87,7 @@ def _name_writer(descriptor: int) -> None:
 
 
 def _lock(descriptor: int) -> None:
-    """Take the lock. Retries, because `is_being_written` in another process takes it for a moment."""
+    """Take the lock. Retries, because `is_being_written` in another process takes the lock for a moment."""
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,11 +1,11 @@
 """Copies between KV tensors in CPU memory and host slots, almost as fast as one contiguous copy.
 
-Runs of a block at equal distances, such as all layers of one allocation, form one strided array. Copying a block is
-then one numpy assignment, which reads and writes each byte once. As many threads as torch would use share the blocks of
-a copy.
+A block consists of contiguous runs of bytes. Runs at equal distances, for example all layers in one allocation, form
+one strided array. A block is then copied by one numpy assignment, which reads and writes each byte once. The blocks of
+a copy are divided among as many threads as torch would use.
 
-numpy releases the interpreter lock during each assignment, so asynchronous copies run in one more thread, in order.
-Asynchronous copies save waiting, but still use cores and memory bandwidth.
+numpy releases the interpreter lock during each assignment. Asynchronous copies can therefore run in an additional
+thread, in order. The caller does not wait for these copies, but they use cores and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ from kvledger.storage.kv.pool import HostPool
 __all__ = ["THREAD_NAME", "CpuCopyEngine"]
 
 THREAD_NAME = "kvledger-copy"
-"""Prefix of the names of copying threads."""
+"""Prefix of the names of the threads that copy."""
 
 _PART_BYTES = 1 << 20
-"""Least bytes per thread. Fewer bytes are copied before another thread has woken up."""
+"""Minimum bytes per thread. A smaller part is copied faster than another thread can wake up."""
 
 _Bytes = npt.NDArray[np.uint8]
 
 
 @attrs.frozen
 class _EqualRuns:
-    """Runs of one length at equal distances on both sides: `[blocks, runs, bytes]` and `[slots, runs, bytes]`."""
+    """Runs of bytes that have the same length, and equal distances in a block and in a slot.
+
+    The arrays have the shapes `[blocks, runs, bytes]` and `[slots, runs, bytes]`.
+    """
 
     blocks: _Bytes
     slots: _Bytes
 
     def copy(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> None:
-        """Copy every pair with one assignment."""
+        """Copy each pair of block and slot with one assignment. With `writes_slots`, slots are the destinations."""
         in_blocks, in_slots = self.blocks, self.slots
         if writes_slots:
             for block_id, slot in zip(block_ids, slots, strict=True):
@@ -57,7 +60,7 @@ class _EqualRuns:
 
 
 class CpuCopy(Future[CopyResult]):
-    """A copy that is over, or that a thread will finish."""
+    """A copy that has ended, or that a thread will finish."""
 
     def precede(self) -> None:
         """See `PendingCopy.precede`. The caller waits, because the CPU has no queue."""
@@ -67,11 +70,11 @@ class CpuCopy(Future[CopyResult]):
 class CpuCopyEngine:
     """A `CopyEngine` for tensors in CPU memory. The constructor raises `PoolMismatch` and `PoolClosed`.
 
-    Without `is_async`, a copy is over when the call returns. With `is_async`, one thread makes all copies, so
-    copies in both directions finish in the order in which they were started.
+    Without `is_async`, a copy has ended when the call returns. With `is_async`, one thread makes all copies. Saves and
+    loads then finish in the order in which they were started.
 
-    If the process ends without `close`, the executor's exit hook finishes the started copies first. If the pool is
-    closed too early, copies that have not begun fail, and the memory stays until the running copy is over.
+    If the process ends without `close`, the started copies are finished first. If the pool is closed before the engine,
+    copies that have not begun fail. A running copy continues, and the memory is released after it.
     """
 
     def __init__(self, layout: BlockLayout, pool: HostPool, *, is_async: bool = False) -> None:
@@ -141,10 +144,10 @@ class CpuCopyEngine:
 
 
 def _threads(number: int) -> ThreadPoolExecutor:
-    """Return a pool of threads, started when needed, that may run on every core that this process uses.
+    """Return an executor whose threads can run on every core that a thread of this process can use.
 
-    A new thread inherits its core binding from the thread that starts it. OpenMP may have bound that thread to a single
-    core, as vLLM's CPU worker asks it to.
+    A new thread inherits the core binding of the thread that starts it. OpenMP may have bound the starting thread to a
+    single core, because vLLM's CPU worker requests this.
     """
     cores: set[int] = set()
     for thread in Path("/proc/self/task").glob("*"):  # exists only on Linux
@@ -177,7 +180,7 @@ def _equal_runs(layout: BlockLayout, pool: HostPool) -> list[_EqualRuns]:
 
 
 def _continues(runs: Sequence[BlockRun], run: BlockRun) -> bool:
-    """Whether this run continues the series of `runs`: same size, stride, memory and distance."""
+    """Whether `run` continues the series `runs`: its memory, size, stride and distance are those of the series."""
     last = runs[-1]
     return (
         run.storage.data_ptr() == last.storage.data_ptr()
@@ -191,6 +194,9 @@ def _continues(runs: Sequence[BlockRun], run: BlockRun) -> bool:
 
 
 def _over(memory: _Bytes, count: int, stride: int, offsets: Sequence[int], num_bytes: int) -> _Bytes:
-    """Return `[count, len(offsets), num_bytes]` over `memory`. The offsets must be at equal distances."""
+    """Return a view of `memory` with the shape `[count, len(offsets), num_bytes]`.
+
+    `stride` is the distance in bytes of the first dimension. `offsets` must be at equal distances.
+    """
     step = offsets[1] - offsets[0] if len(offsets) > 1 else num_bytes
     return np.ndarray((count, len(offsets), num_bytes), np.uint8, memory, offsets[0], (stride, step, 1))

@@ -1,12 +1,12 @@
 """Copies between KV tensors in CUDA memory and host slots, ordered by streams. The caller does not wait for a copy.
 
-The tests of this module need a GPU; `make gpu-check` runs them, and docs/benchmarks.md says on which GPU.
+The tests of this module need a GPU. `make gpu-check` runs them, and docs/benchmarks.md says which GPU was used.
 `cuda_movers` is also tested on CPU tensors.
 
-A copy *in the step* runs on the caller's stream, in order with the caller's other work. A thread enqueues an
-*asynchronous* copy on a low-priority stream for the copy's direction, after a CUDA event of the caller's stream. Work
-on a stream runs in order. Therefore copies in one direction finish in order, and the staging buffer is not refilled
-before the transfer that reads it is over.
+A copy that is not asynchronous runs on the caller's stream, in order with the caller's other work. An asynchronous copy
+is enqueued by a thread, on a low-priority stream for the copy's direction. It begins after the work that the caller's
+stream had when the copy was started. Work on a stream runs in order. Copies in the same direction therefore finish in
+order, and the staging buffer is not filled again before the previous transfer from it has ended.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from kvledger.storage.kv.pool import HostPool
 __all__ = ["BATCHED_FROM_BYTES", "CudaCopyEngine"]
 
 BATCHED_FROM_BYTES = 256 << 10
-"""Mean run length in bytes from which copies are batched (`BatchedMover`); shorter runs are gathered by a kernel.
+"""Mean length of a block's contiguous runs, in bytes, from which copies are batched (`BatchedMover`).
 
-Each run costs the copy engine a descriptor, whatever its size. Measured on an H100 (driver 580.159.04, torch 2.11,
-vLLM 0.33's `swap_blocks_batch`), as a multiple of the time of one contiguous copy:
+Shorter runs are gathered by a kernel (`StagedMover`), because each run costs the GPU's copy engine a descriptor,
+whatever the length of the run. Measured on an H100 (driver 580.159.04, torch 2.11, vLLM 0.33's `swap_blocks_batch`), as
+a multiple of the time of one contiguous copy:
 
 | run length | batched | gathered |
 |---|---|---|
 | 128 KiB | 1.30 to 1.42 | 1.16 to 1.22 |
 | 320 KiB | 1.13 to 1.15 | 1.19 to 1.22 |
 
-Lengths between the two were not measured. `make gpu-check` measures both ways.
+Lengths between 128 and 320 KiB were not measured. `make gpu-check` measures batched and gathered copies.
 """
 
 _Events = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -44,7 +45,7 @@ _Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @attrs.frozen
 class PendingCudaCopy:
-    """A copy between two CUDA events, once it is enqueued. There are no CUDA events if there was nothing to copy."""
+    """A copy. After it is enqueued, it has a CUDA event before and one after the copying. An empty copy has none."""
 
     _given: Future[_Events | None]
     _device: torch.device
@@ -64,7 +65,7 @@ class PendingCudaCopy:
             return True  # CUDA reports an earlier failure here: the copy is over, and `result` raises the error.
 
     def precede(self) -> None:
-        """See `PendingCopy.precede`. Waits until the thread has enqueued the copy, not for the copy itself."""
+        """See `PendingCopy.precede`. The caller waits until the copy is enqueued, but not until the copy has ended."""
         wait([self._given])
         if self._given.exception() is None and (events := self._given.result()):
             torch.cuda.current_stream(self._device).wait_event(events[1])
@@ -84,18 +85,20 @@ class PendingCudaCopy:
 class CudaCopyEngine:
     """A `CopyEngine` for tensors on one CUDA device. The constructor raises `PoolMismatch`.
 
-    A copy that cannot be enqueued fails at once. A later failure is an error of the device. CUDA then refuses all work,
-    so no copy fails alone.
+    A copy that cannot be enqueued fails at once. A later failure is an error of the device, after which CUDA refuses
+    all further work.
 
-    A pool that is not pinned works, but enqueueing then waits for each transfer. Close the engine before you release
-    the KV tensors: torch's allocator does not know that a copy still needs them.
+    The pool need not be pinned. Without pinning, to enqueue a copy means to wait for each transfer. Close the engine
+    before you release the KV tensors, because torch's allocator does not know which tensors a running copy needs.
 
     Args:
-        layout: The blocks.
-        pool: The slots.
-        is_async: Whether copies use a thread and a stream for each direction instead of the caller's stream.
-        batched_copy: Copies runs that are long enough, if the pool is pinned; None: not used.
-        batched_from_bytes: Mean run length in bytes from which `batched_copy` is used.
+        layout: Where the blocks are.
+        pool: The pool with the slots.
+        is_async: Whether copies run on streams of their own, one for each direction, and a thread enqueues them. If
+            not, they run on the caller's stream.
+        batched_copy: A function that copies contiguous runs. It is used if the runs are long enough and the pool is
+            pinned. None: not used.
+        batched_from_bytes: Mean length of a block's runs, in bytes, from which `batched_copy` is used.
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class CudaCopyEngine:
         writes_slots: bool,
         before: torch.cuda.Event | None = None,
     ) -> None:
-        """Enqueue a copy on `stream`, after the CUDA event `before`, and set the result of `given`."""
+        """Enqueue a copy on `stream`, after the CUDA event `before`. Set the result of `given` to its CUDA events."""
         try:
             events = (_event(is_timed=True), _event(is_timed=True))
             # Inference mode is per thread in torch, and tensors created inside it can be written only inside it.

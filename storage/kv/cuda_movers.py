@@ -1,13 +1,14 @@
-"""Two ways for a CUDA engine to enqueue copies: from address to address, or gathered through a device buffer.
+"""Two ways for a CUDA engine to enqueue copies: from address to address, or through a buffer on the device.
 
-- `BatchedMover` computes the addresses of all runs for a function that passes them to the copy engines in one call. No
-  kernel runs, so the model keeps all cores.
-- `StagedMover` gathers blocks with one kernel for all layers (`rows.py`) into a buffer with the layout of host slots.
-  Consecutive slots are then one contiguous transfer, because launching many small transfers would cost more than their
-  bytes. Only contiguous memory crosses the bus: torch stages a strided host tensor through a temporary that a
-  non-blocking copy does not wait for.
+- `BatchedMover` computes the addresses of all runs, which are contiguous bytes of a block. A function then passes the
+  addresses to the GPU's copy engines in one call. No kernel runs, so the model can use all of the GPU's cores.
+- `StagedMover` gathers blocks with one kernel for all layers (`rows.py`). The kernel writes into a buffer on the device
+  that has the layout of host slots. Consecutive slots are then one contiguous transfer. Many small transfers would take
+  more time to launch than to run. Only contiguous memory is transferred, because torch copies a strided host tensor
+  through a temporary tensor, for which a non-blocking copy does not wait.
 
-Both use the current stream, which orders their steps. They also work on CPU tensors, slowly, for tests without a GPU.
+Both enqueue their work on the current stream, where it runs in order. To be testable without a GPU, both also work on
+CPU tensors, slowly.
 """
 
 from __future__ import annotations
@@ -26,31 +27,35 @@ from kvledger.storage.kv.rows import Rows, element_of
 __all__ = ["STAGING_BYTES", "BatchedCopy", "BatchedMover", "Mover", "StagedMover"]
 
 BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
-"""`copy(sources, destinations, sizes, is_source_stable)`: enqueue these copies on the current CUDA stream.
+"""`copy(sources, destinations, sizes, is_source_stable)`: a function that enqueues copies on the current CUDA stream.
 
-The copies run after the stream's earlier work; stable sources may be read earlier. The first three arguments are int64
-addresses and sizes in bytes, contiguous in CPU memory and read during the call. vLLM's `_custom_ops.swap_blocks_batch`
-(0.32) is such a function: it makes one driver call from CUDA 12.8 on, and one per run before.
+The copies run after the stream's earlier work. If `is_source_stable`, the sources may be read earlier. The first three
+arguments are addresses and sizes in bytes, as contiguous int64 tensors in CPU memory. They are read during the call.
+vLLM's `_custom_ops.swap_blocks_batch` (0.32) is such a function. With CUDA 12.8 or newer it makes one driver call, with
+older versions one call per run.
 """
 
 STAGING_BYTES = 16 << 20
-"""Bytes of device memory for the staging buffer of each stream that gathers; the buffer has at least one slot.
+"""Bytes of device memory for the staging buffer of each stream that gathers blocks. The buffer has at least one slot.
 
-The buffer is small because vLLM cannot account for it: vLLM has already distributed the device's memory when a
-connector gets the KV tensors (`v1/worker/gpu_worker.py`, initialize_from_config, 0.32). A fast bus needs half a
-millisecond for this much, which is still long compared to the calls.
+The buffer is small because vLLM does not plan memory for it. When a connector gets the KV tensors, vLLM has already
+distributed the device's memory (`v1/worker/gpu_worker.py`, initialize_from_config, 0.32). A fast bus transfers the
+buffer in half a millisecond, which is long compared to the time of a call.
 """
 
 
 class Mover(Protocol):
-    """Enqueues the copies of a call on the current stream. No destination may appear twice."""
+    """Enqueues copies on the current stream. No destination may appear twice in one call."""
 
     def move(self, block_ids: Sequence[int], slots: Sequence[int], host: torch.Tensor, *, writes_slots: bool) -> None:
         """Copy blocks into slots if `writes_slots`, else slots into blocks."""
 
 
 class BatchedMover:
-    """Passes the addresses of all runs to `copy`. The owner must keep the layout: a mover keeps no memory alive."""
+    """Passes the addresses of all runs to the function `copy`.
+
+    The owner must keep a reference to the layout, because the mover does not keep the memory of the tensors alive.
+    """
 
     def __init__(self, layout: BlockLayout, slot_bytes: int, copy: BatchedCopy) -> None:
         self._copy = copy
@@ -75,14 +80,17 @@ class BatchedMover:
 
 @attrs.frozen
 class _Gathered:
-    """All runs of one length in one allocation, as rows of that allocation and of the staging buffer."""
+    """All runs of the same length in one allocation, as rows of the allocation and as rows of the staging buffer."""
 
     device: Rows
     staged: Rows
 
 
 class StagedMover:
-    """Gathers and scatters on the layout's device. Construct it while the stream that it will use is current."""
+    """Gathers and scatters blocks on the layout's device, through a staging buffer.
+
+    Create the object while the stream on which it is to run is the current stream.
+    """
 
     def __init__(self, layout: BlockLayout, pool: HostPool, *, staging_bytes: int = STAGING_BYTES) -> None:
         self._device = layout.device
@@ -119,7 +127,10 @@ class StagedMover:
                     group.device.table.index_copy_(0, of_blocks, group.staged.table.index_select(0, of_staging))
 
     def _rows(self, group: _Gathered, ids: torch.Tensor) -> torch.Tensor:
-        """Return the row numbers of these blocks and of as many staged slots, `[2, rows]`, on the device."""
+        """Return row numbers on the device, `[2, rows]`.
+
+        The first line has the rows of the blocks `ids`, the second the rows of as many slots in the staging buffer.
+        """
         staged = torch.arange(len(ids), device="cpu")
         rows = torch.stack((group.device.of(ids).flatten(), group.staged.of(staged).flatten()))
         if self._device.type != "cuda":

@@ -1,7 +1,8 @@
-"""64-bit digests of blocks, over the bytes of all layers, and of slots. Each is computed where the bytes are.
+"""64-bit digests of blocks, over the bytes of all layers, and of slots.
 
-A block and the slot that it was copied to have equal digests. Only the digests leave the device. Reordered bytes change
-the digest. Digests detect accidents, not attacks: they are not collision-resistant.
+A block and the slot that it was copied to have equal digests. Digests of blocks are computed on the device, and only
+the digests leave the device. Reordered bytes change a digest. Digests detect accidental changes, but not attacks,
+because they are not collision-resistant.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["PageDigests"]
 _WORD = torch.int64
 _LOW_HALF = (1 << 32) - 1
 _BLOCKS_AT_ONCE = 128
-"""Blocks per batch, which keeps the working memory small compared to the KV cache."""
+"""Blocks per batch. It is small, so that the working memory is small compared to the KV cache."""
 _PLACE, _FIRST, _SECOND = (
     number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -26,7 +27,7 @@ _PLACE, _FIRST, _SECOND = (
 
 
 class PageDigests:
-    """Computes digests of the blocks of a layout and the slots of a pool."""
+    """Computes digests of the blocks of a layout and of the slots of a pool."""
 
     def __init__(self, layout: BlockLayout, pool: HostPool | None = None) -> None:
         self._pool = pool
@@ -37,26 +38,27 @@ class PageDigests:
         self._weights_of_blocks = self._weights.to(layout.device)
 
     def of_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return one int64 per block, on the blocks' device, in order with earlier work on the current stream."""
+        """Return one int64 per block, on the blocks' device. Runs after earlier work on the current stream."""
         return _digested(self._rows, block_ids, self._weights_of_blocks)
 
     def of_slots(self, slots: Sequence[int]) -> torch.Tensor:
-        """Return one int64 per slot of the pool, on the host.
+        """Return one int64 per slot, computed on the host.
 
         Raises:
-            ValueError: There is no pool.
+            ValueError: The object was created without a pool.
         """
         if self._pool is None:
-            message = "these digests have no pool of slots; pass one to PageDigests"
+            message = "these digests have no pool of slots; pass a pool to PageDigests"
             raise ValueError(message)
         return _digested(torch.split(self._pool.buffer, self._sizes, dim=1), slots, self._weights)
 
 
 def _digested(runs: Sequence[torch.Tensor], ids: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
-    """Return the digests of these rows over all runs.
+    """Return the digests of the rows `ids`. Each tensor of `runs` has a part of every row.
 
-    A run's digest is the sum of its words, each mixed with an odd weight that depends on the word's place. A changed
-    word changes the sum, and so do two swapped words, except for one pair of places in 2^32. Runs are mixed in order.
+    The digest of a part is the sum of its words. Before the sum, each word is mixed with an odd weight that depends on
+    the word's place. A changed word therefore changes the sum. Two swapped words change the sum, too, except for one
+    pair of places in 2^32. The digests of the parts are mixed in the order of `runs`.
     """
     parts = []
     for first in range(0, len(ids), _BLOCKS_AT_ONCE):
@@ -79,7 +81,7 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Apply SplitMix64's finalizer, which maps different words to different words, in place."""
+    """Apply the finalizer of SplitMix64 to `words`, in place. It maps different words to different words."""
     for shift, multiplier in ((30, _FIRST), (27, _SECOND)):
         words ^= (words >> shift) & ((1 << (64 - shift)) - 1)  # the mask removes the sign bits that torch shifts in
         words *= multiplier

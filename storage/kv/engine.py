@@ -1,7 +1,7 @@
 """The interface of engines that copy whole blocks between KV tensors and host slots.
 
-A *page* here is one block over all layers, which is what a slot holds. Until a copy is done, **its source must not be
-written and its destination must not be used.**
+In this module, a *page* is one block over all layers. A slot holds one such page. Until a copy is done, **the copy's
+source must not be written, and the copy's destination must not be used.**
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["CopyEngine", "CopyResult", "PendingCopy"]
 
 @attrs.frozen
 class CopyResult:
-    """Result of one call: it copied `num_pages` blocks over all layers, `num_bytes` in total, in `duration_ns`.
+    """Result of one copy: `num_pages` blocks over all layers, `num_bytes` bytes in total, were copied in `duration_ns`.
 
-    The duration does not include the wait for earlier copies or for work on the device.
+    The duration does not include the wait for earlier copies, or for other work on the device.
     """
 
     num_pages: int
@@ -31,49 +31,52 @@ class CopyResult:
 
 
 class PendingCopy(Protocol):
-    """A copy that was started. It continues even if you drop this object."""
+    """A copy that was started. The copy continues even if the caller drops this object."""
 
     def done(self) -> bool:
-        """Whether `result` would return or raise at once. Never blocks and never raises; true for a failed copy."""
+        """Whether the copy has ended or failed, so that `result` need not wait. Returns at once and never raises."""
 
     def precede(self) -> None:
         """Make all later work on the caller's current stream wait for the copy.
 
-        On a device with a queue, the queue waits; otherwise the caller waits. Never raises: `result` raises the error
-        of a failed copy.
+        On a device with a queue, the queue waits and the caller continues. On the CPU, the caller waits. Never raises.
+        The error of a failed copy is raised by `result`.
         """
 
     def result(self) -> CopyResult:
-        """Block until the bytes are in place. Later calls return the same result.
+        """Wait until all bytes are copied, and return the result. Later calls return the same result.
 
         Raises:
-            Exception: The error that stopped the copy.
+            Exception: The copy failed with this error.
         """
 
 
 class CopyEngine(Protocol):
-    """Starts copies of whole blocks. The n-th block id belongs to the n-th slot.
+    """Starts copies of whole blocks. The n-th block id and the n-th slot of a call are a pair.
 
     A call that raises a `StorageError` (`CopyRefused`, `EngineClosed`, `PoolClosed`) has copied nothing. Later failures
-    are raised by `PendingCopy.result`. A source may appear twice, a destination may not. The lists are read during the
-    call, so the caller may reuse them.
+    are raised by `PendingCopy.result`. A call may name a source twice, but not a destination. The lists are read during
+    the call, so the caller can reuse them afterwards.
 
-    Copies in one direction finish in the order in which they were started. There is no order between the directions:
-    before you load a slot that is being saved, wait for the save. Use an engine from one thread only.
+    Copies in the same direction finish in the order in which they were started. A save and a load have no order, so
+    wait for the save of a slot before you load this slot. Use an engine from one thread only.
     """
 
     def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> PendingCopy:
-        """Start to copy device blocks into host slots, after all work given to the device before this call."""
+        """Start to copy blocks into host slots. The copy runs after all work that was given to the device before."""
 
     def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> PendingCopy:
-        """Start to copy host slots into device blocks, after all work given to the device before this call."""
+        """Start to copy host slots into blocks. The copy runs after all work that was given to the device before."""
 
     def close(self) -> None:
-        """Wait for pending copies, then drop the tensors and the pool, which stays open. Closing twice is harmless."""
+        """Wait for pending copies, then release the references to the tensors and the pool.
+
+        The pool stays open. Closing the engine twice is harmless.
+        """
 
 
 def check_pool(layout: BlockLayout, pool: HostPool) -> None:
-    """Refuse a pool whose slots do not have the size of one block of the layout.
+    """Check that the pool's slots have the size of one block of the layout.
 
     Raises:
         PoolMismatch: The sizes differ.
@@ -88,10 +91,10 @@ def check_pool(layout: BlockLayout, pool: HostPool) -> None:
 def check_pairs(
     block_ids: Sequence[int], slots: Sequence[int], *, num_blocks: int, num_slots: int, writes_slots: bool
 ) -> None:
-    """Refuse pairs that cannot be copied, before any byte is copied.
+    """Check the pairs of a copy before any byte is copied. With `writes_slots`, the slots are the destinations.
 
     Raises:
-        CopyRefused: The lists differ in length, name unknown blocks or slots, or name a destination twice.
+        CopyRefused: The lists differ in length, have unknown blocks or slots, or have a destination twice.
     """
     if len(block_ids) != len(slots):
         raise CopyRefused(
@@ -106,13 +109,15 @@ def check_pairs(
         )
     if min(slots) < 0 or max(slots) >= num_slots:
         outside = _some([s for s in slots if not 0 <= s < num_slots])
-        raise CopyRefused(f"slots {outside} are outside 0..{num_slots - 1}; pass slots of this pool's {num_slots}")
+        raise CopyRefused(
+            f"slots {outside} are outside 0..{num_slots - 1}; pass slots of this pool, which has {num_slots} slots"
+        )
     destinations = slots if writes_slots else block_ids
     if len(set(destinations)) != len(destinations):
         repeated = _some(sorted({d for d in destinations if destinations.count(d) > 1}))
         raise CopyRefused(
-            f"{'slots' if writes_slots else 'block ids'} {repeated} appear more than once as a destination; write each "
-            "of them once per call"
+            f"{'slots' if writes_slots else 'block ids'} {repeated} appear more than once as a destination; pass each "
+            "destination once per call"
         )
 
 
@@ -122,6 +127,9 @@ def _some(values: Sequence[int], limit: int = 8) -> str:
 
 
 def consecutive_runs(slots: Sequence[int], slots_a_piece: int) -> list[tuple[int, int]]:
-    """Cut `slots` into index ranges `[start, stop)` of consecutive slots that lie in one piece (see `pinning.py`)."""
+    """Divide `slots` into index ranges `[start, stop)`.
+
+    Each range has consecutive slots that are in the same pinned piece (see `pinning.py`).
+    """
     starts = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1 or slots[i] % slots_a_piece == 0]
     return list(zip([0, *starts], [*starts, len(slots)], strict=True)) if slots else []

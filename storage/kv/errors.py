@@ -23,18 +23,18 @@ class StorageError(Exception):
 
 
 class LayoutUnsupported(StorageError):
-    """The pages of a KV tensor cannot be described, or not without guessing."""
+    """The pages of a KV tensor cannot be described, or a description would be a guess."""
 
 
 class PoolTooSmall(StorageError):
-    """The configured host memory does not hold one slot, or the machine does not have that much memory."""
+    """The configured host memory is smaller than one slot, or the machine does not have the configured memory."""
 
     @classmethod
     def for_budget(cls, host_bytes: int, slot_bytes: int) -> PoolTooSmall:
-        """Return the error for a budget that is smaller than one slot."""
+        """Return the error for a `host_bytes` that is smaller than one slot."""
         return cls(
-            f"host_bytes={host_bytes} does not hold one slot: a slot is {slot_bytes} bytes (one block over all "
-            f"layers), so at least {max(slot_bytes, 1)} bytes are needed; raise host_bytes, or offload smaller blocks"
+            f"host_bytes={host_bytes} is too small for one slot: a slot is {slot_bytes} bytes (one block over all "
+            f"layers), so at least {max(slot_bytes, 1)} bytes are needed; raise host_bytes, or use smaller blocks"
         )
 
 
@@ -51,7 +51,7 @@ class PoolClosed(StorageError):
 
 
 class PoolMismatch(StorageError):
-    """The pool's slots do not have the size of the layout's blocks."""
+    """The size of the pool's slots is not the size of the layout's blocks."""
 
 
 class EngineClosed(StorageError):
@@ -59,4 +59,4 @@ class EngineClosed(StorageError):
 
 
 class CopyRefused(StorageError):
-    """Blocks and slots do not pair up or do not exist, or a destination would be written twice."""
+    """The blocks and slots of a copy differ in number or do not exist, or a destination would be written twice."""

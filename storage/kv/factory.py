@@ -1,4 +1,4 @@
-"""Chooses the copy engine by the device of the KV tensors."""
+"""Chooses the copy engine for the device of the KV tensors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ __all__ = ["make_copy_engine"]
 def make_copy_engine(
     layout: BlockLayout, pool: HostPool, *, is_async: bool = False, batched_copy: BatchedCopy | None = None
 ) -> CopyEngine:
-    """Create the engine for the device of the layout's tensors.
+    """Create the copy engine for the device of the layout's tensors.
 
     Args:
-        layout: The blocks.
-        pool: The slots.
-        is_async: Whether the caller continues while a copy runs. The copy then uses a thread (CPU) or a stream for its
-            direction (CUDA).
-        batched_copy: Copies runs from address to address on CUDA. None gathers them through staging memory.
+        layout: Where the blocks are.
+        pool: The pool with the slots.
+        is_async: Whether the caller continues while a copy runs. The copy then runs in a thread (CPU) or on a stream
+            for its direction (CUDA).
+        batched_copy: On CUDA, a function that copies contiguous runs of bytes from address to address. None: the runs
+            are gathered in a staging buffer on the device.
 
     Raises:
-        PoolMismatch: The pool's slots do not have the size of the layout's blocks.
-        LayoutUnsupported: There is no engine for this device.
+        PoolMismatch: The size of the pool's slots is not the size of the layout's blocks.
+        LayoutUnsupported: There is no copy engine for this device.
     """
     if layout.device.type == "cpu":
         return CpuCopyEngine(layout, pool, is_async=is_async)
@@ -35,5 +36,5 @@ def make_copy_engine(
         return CudaCopyEngine(layout, pool, is_async=is_async, batched_copy=batched_copy)
     raise LayoutUnsupported(
         f"KV tensors are on {layout.device}, but there are copy engines only for cpu and cuda; docs/extending.md says "
-        "how to write another"
+        "how to write another engine"
     )

@@ -1,11 +1,11 @@
-"""Available host memory of this process, and its limit.
+"""The host memory that is available to this process, and the limit that restricts it.
 
 The kernel kills a process that exceeds the memory limit, without an error. Check here before a large allocation.
 
-kvledger reads the machine's estimate (`MemAvailable` in /proc/meminfo) and the limits of the process's control groups
-minus their usage. Cached files count as available in both, because the kernel can drop them. A limit that cannot be
-read is ignored. Other limits (`ulimit -v`, strict overcommit) make an allocation fail with an error, so they need no
-check. This module knows bytes. It must not know what the bytes are for.
+The available memory is the smallest of several figures: the machine's estimate (`MemAvailable` in /proc/meminfo), and
+the limit minus the usage of each control group of the process. Cached files count as available in all of them, because
+the kernel can drop cached files. A limit that cannot be read is ignored. Other limits (`ulimit -v`, strict overcommit)
+need no check, because an allocation beyond them fails with an error. This module must not know what the memory is for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_LEFT_BYTES = 1024**3
 
 @attrs.frozen
 class HostMemory:
-    """Available memory."""
+    """Host memory that is available under one limit."""
 
     num_bytes: int
     limit: str
@@ -34,13 +34,13 @@ class HostMemory:
 
     @property
     def num_usable_bytes(self) -> int:
-        """Bytes that may be allocated. A twentieth, at most 1 GiB, is left for everything else in the process."""
+        """Bytes that a pool may allocate. A twentieth of the memory, at most 1 GiB, is reserved for other uses."""
         return self.num_bytes - min(self.num_bytes // _SHARE_LEFT, _MAX_LEFT_BYTES)
 
 
 @attrs.frozen
 class _Controller:
-    """The files of one version of control groups (kernel documentation, cgroup-v1/memory and cgroup-v2)."""
+    """Names of the files of one version of control groups (kernel documentation, cgroup-v1/memory and cgroup-v2)."""
 
     mount: str
     limit: str
@@ -58,15 +58,18 @@ _V2 = _Controller("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_fi
 
 
 def available_memory(root: Path | None = None) -> HostMemory | None:
-    """Return the memory available under the tightest limit; None if no limit is readable. `root` has /proc and /sys."""
+    """Return the memory that is available under the strictest limit. None: no limit can be read.
+
+    `root` is the directory that contains proc and sys; None: "/".
+    """
     root = ROOT if root is None else root
     return min((*_of_machine(root), *_of_groups(root)), key=lambda memory: memory.num_bytes, default=None)
 
 
 def most_memory(root: Path | None = None) -> int | None:
-    """Return the bytes that this process could have if no other process used any; None if no limit can be read.
+    """Return how many bytes this process could have if no other process used memory. None: no limit can be read.
 
-    Unlike the available memory, this does not change over time or between the processes of an engine.
+    Unlike the available memory, this number does not change with time, and all processes of an engine get the same.
     """
     root = ROOT if root is None else root
     num_kib = _fields(root / "proc/meminfo").get("MemTotal:")
@@ -75,12 +78,13 @@ def most_memory(root: Path | None = None) -> int | None:
 
 
 def refuse_unavailable(num_bytes: int) -> None:
-    """Raise `PoolTooSmall` if this much memory is known not to be available."""
+    """Raise `PoolTooSmall` if less than `num_bytes` of memory can be used. Do nothing if no limit can be read."""
     memory = available_memory()
     if memory is not None and num_bytes > memory.num_usable_bytes:
         raise PoolTooSmall(
             f"a host pool of {_mib(num_bytes)} does not fit into {_mib(memory.num_usable_bytes)} ({memory.limit}; a "
-            "twentieth, at most 1 GiB, is reserved for the engine); lower host_bytes, or give the process more memory"
+            "twentieth of the free memory, at most 1 GiB, is reserved for the engine); lower host_bytes, or give the "
+            "process more memory"
         )
 
 
@@ -92,7 +96,7 @@ def _of_machine(root: Path) -> Iterator[HostMemory]:
 
 @attrs.frozen
 class _Group:
-    """A control group with a limit."""
+    """A control group that has a memory limit."""
 
     path: PurePosixPath
     controller: _Controller
@@ -120,7 +124,10 @@ def _groups(root: Path) -> Iterator[_Group]:
 
 
 def _hierarchy(root: Path, controller: _Controller, path: PurePosixPath) -> Iterator[_Group]:
-    """Yield the group and its parents. In a container the path may be the host's, and then only "/" is visible."""
+    """Yield the control group `path` and its parents, if their limits can be read.
+
+    In a container, `path` may be the path on the host. Only the group "/" can then be read.
+    """
     for group in (path, *path.parents):
         directory = root / controller.mount / str(group).lstrip("/")
         limit, usage = _number(directory / controller.limit), _number(directory / controller.usage)
@@ -142,12 +149,12 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None for "max" or if there is no file."""
+    """Return the number in a file. None: the file is missing, or has no number but "max", for example."""
     text = _text(path).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Name → number, for lines of the form `name number …`."""
+    """Return name → number from the lines of a file that have the form `name number …`."""
     pairs = (line.split()[:2] for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}  # noqa: PLR2004 -- a pair

@@ -1,9 +1,10 @@
-"""The place of a block's bytes in each layer's memory, derived from the strides of the KV tensors.
+"""The place of a block's bytes in each layer's memory, computed from the strides of the KV tensors.
 
-A *page* is the memory of one block id in one layer. It consists of one or more contiguous byte runs (`PageSegment`),
-each of which recurs at a fixed stride from block to block. This covers K and V together or apart, NHD and HND, MLA, all
-layers of a block packed side by side, and every dtype, because only bytes are described. Pages are copied whole: some
-attention backends interleave the tokens of a block, so a row of a page has no meaning of its own.
+In this module, a *page* is the memory of one block in one layer. A page consists of one or more contiguous runs of
+bytes (`PageSegment`). From block to block, each run is at a fixed distance (stride). Only bytes are described, so this
+covers every dtype and these memory layouts: K and V together or apart, NHD and HND, MLA, and all layers of a block side
+by side. Pages are copied completely, because some attention backends interleave the tokens of a block. A part of a page
+is therefore not the KV of certain tokens.
 
 This module knows tensors and block ids. It must not know requests, chunks, tokens or any vLLM class.
 """
@@ -21,12 +22,15 @@ from kvledger.storage.kv.errors import LayoutUnsupported
 __all__ = ["MAX_SEGMENTS_PER_BLOCK", "BlockLayout", "LayerPages", "PageSegment", "describe_blocks", "describe_layer"]
 
 MAX_SEGMENTS_PER_BLOCK = 4096
-"""Most runs in one layer's page. More mean that the wrong dimension was taken for the block dimension."""
+"""Maximum number of runs in one layer's page. More runs mean that the block dimension is not the right one."""
 
 
 @attrs.frozen
 class PageSegment:
-    """One contiguous run of a block's page. It starts at byte `offset_bytes + block_id * block_stride_bytes`."""
+    """One contiguous run of bytes of a page.
+
+    In the layer's storage, it starts at byte `offset_bytes + block_id * block_stride_bytes`.
+    """
 
     offset_bytes: int
     block_stride_bytes: int
@@ -37,8 +41,8 @@ class PageSegment:
 class LayerPages:
     """The pages of one layer.
 
-    `storage` is a 1-D uint8 view of the layer's whole untyped storage and keeps that memory alive. `segments` are
-    ordered by their place in a page.
+    `storage` is a 1-D uint8 view of the whole untyped storage of the layer's tensor, and keeps that memory alive.
+    `segments` are in the order in which they are in a page.
     """
 
     layer_name: str
@@ -54,7 +58,7 @@ class LayerPages:
 
 @attrs.frozen
 class BlockRun:
-    """One contiguous run of a block: its address for block 0 and its offset in a slot. All numbers are in bytes."""
+    """One contiguous run of bytes of a block. `address` is its address in block 0. All numbers are in bytes."""
 
     storage: torch.Tensor = attrs.field(eq=False, repr=False)
     """The memory that contains the run, uint8 `[bytes]`."""
@@ -65,11 +69,11 @@ class BlockRun:
 
     @property
     def offset(self) -> int:
-        """Offset of the run for block 0 in `storage`, in bytes."""
+        """Offset in `storage` of this run of block 0, in bytes."""
         return self.address - self.storage.data_ptr()
 
     def touches(self, other: BlockRun) -> bool:
-        """Whether `other` begins where this one ends, for every block."""
+        """Whether the run `other` begins in memory where this run ends, for every block."""
         return (
             self.storage.data_ptr() == other.storage.data_ptr()
             and self.address + self.num_bytes == other.address
@@ -90,7 +94,7 @@ class BlockLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks, the same in every layer."""
+        """Number of blocks. It is the same in every layer."""
         return self.layers[0].num_blocks
 
     @property
@@ -99,7 +103,7 @@ class BlockLayout:
         return self.layers[0].storage.device
 
     def rows(self) -> list[torch.Tensor]:
-        """Return a view of each segment of all blocks, in slot order, each uint8 `[num_blocks, num_bytes]`."""
+        """Return one view per segment, in the order of a slot. Each view is uint8 `[num_blocks, num_bytes]`."""
         return [
             layer.storage.as_strided(
                 (self.num_blocks, segment.num_bytes), (segment.block_stride_bytes, 1), segment.offset_bytes
@@ -109,9 +113,9 @@ class BlockLayout:
         ]
 
     def runs(self) -> list[BlockRun]:
-        """Return the runs of a block in slot order. Runs that touch both in memory and in the slot are merged.
+        """Return the runs of a block, in the order of a slot. Neighbouring runs that touch in memory are merged.
 
-        The list keeps the tensors' memory alive; addresses alone would not.
+        The runs keep the memory of the tensors alive.
         """
         runs: list[BlockRun] = []
         slot_offset = 0
@@ -135,7 +139,10 @@ class BlockLayout:
 
 @attrs.frozen
 class _Dimension:
-    """One dimension of a page. `axis` is its number in the tensor and breaks ties, so that equal layouts stay equal."""
+    """One dimension of a page. `axis` is its number in the tensor.
+
+    Dimensions with equal strides are sorted by `axis`, so that equal tensors get equal descriptions.
+    """
 
     axis: int
     size: int
@@ -148,16 +155,17 @@ def describe_layer(
     """Describe the pages of one layer's KV tensor.
 
     Args:
-        layer_name: The layer's registered name, for messages.
-        tensor: Any strided tensor without overlapping elements: permuted, padded, or a view into a larger allocation.
-        num_blocks: Number of blocks, counted as in the block table.
-        block_dim: The dimension that counts blocks. Its size is `num_blocks`, or `num_blocks * r` if the kernel's
-            blocks are r times smaller than those of the block table; r consecutive kernel blocks are then one page.
-            None takes the only dimension of size `num_blocks`. Pass the dimension if you know it.
+        layer_name: Name under which the layer's tensor is registered, for messages.
+        tensor: A strided tensor without overlapping elements. It can be permuted, padded, or a view into a larger
+            allocation.
+        num_blocks: Number of blocks of the scheduler. A kernel may use smaller blocks.
+        block_dim: Dimension of `tensor` that counts blocks. Its size is `num_blocks`. If the kernel's blocks are r
+            times smaller than the scheduler's, its size is `num_blocks * r`, and a page has r consecutive kernel
+            blocks. None: the only dimension of size `num_blocks`. Pass the dimension if you know it.
 
     Raises:
-        LayoutUnsupported: The block dimension is absent or ambiguous, elements overlap, the tensor is empty or has no
-            strided memory, or a page has more than `MAX_SEGMENTS_PER_BLOCK` runs.
+        LayoutUnsupported: The tensor has no block dimension or several possible ones, its elements overlap, it is empty
+            or has no strided memory, or a page has more than `MAX_SEGMENTS_PER_BLOCK` runs.
     """
     _refuse_without_memory(layer_name, tensor, num_blocks)
     block_axis = _block_axis(layer_name, tensor, num_blocks, block_dim)
@@ -187,7 +195,7 @@ def describe_layer(
         raise LayoutUnsupported(
             f"layer {layer_name!r} of shape {tuple(tensor.shape)} and strides {tensor.stride()} would need "
             f"{num_runs} runs of {run_bytes} bytes for each block, but the limit is {MAX_SEGMENTS_PER_BLOCK}; "
-            f"dimension {block_axis} is probably not the block dimension: pass block_dim"
+            f"dimension {block_axis} is probably not the block dimension; pass the right one as block_dim"
         )
     first_byte = int(tensor.storage_offset()) * item_bytes
     # A dimension of size 1 may have any stride, even 0. With one block its stride is never used.
@@ -207,18 +215,18 @@ def describe_layer(
 def describe_blocks(
     kv_caches: Mapping[str, torch.Tensor], *, num_blocks: int, block_dims: Mapping[str, int] | None = None
 ) -> BlockLayout:
-    """Describe every layer of `kv_caches`. Slots hold the layers in the same order.
+    """Describe every layer of `kv_caches`. A slot has the layers in the order of `kv_caches`.
 
-    Layers with exactly the same bytes (KV sharing across layers) are kept once, under the first name. `block_dims` maps
-    layer names to the `block_dim` of `describe_layer`.
+    If several layers have exactly the same memory (KV sharing across layers), only the first of them is described.
+    `block_dims` is layer name → the `block_dim` of `describe_layer`.
 
     Raises:
-        LayoutUnsupported: As in `describe_layer`; or there is no layer, the layers are on several devices, or
-            `block_dims` names an unknown layer.
+        LayoutUnsupported: `describe_layer` raised it, there is no layer, the layers are on several devices, or
+            `block_dims` has an unknown layer.
     """
     block_dims = block_dims or {}
     if unknown := sorted(set(block_dims) - set(kv_caches)):
-        raise LayoutUnsupported(f"block_dims names {unknown}, which are not in kv_caches; known: {sorted(kv_caches)}")
+        raise LayoutUnsupported(f"block_dims has {unknown}, which are not in kv_caches; known: {sorted(kv_caches)}")
     layers: list[LayerPages] = []
     seen: set[tuple[torch.device, int, tuple[PageSegment, ...]]] = set()
     for layer_name, tensor in kv_caches.items():
@@ -232,7 +240,7 @@ def describe_blocks(
     devices = sorted({str(layer.storage.device) for layer in layers})
     if len(devices) > 1:
         raise LayoutUnsupported(
-            f"layers lie on several devices {devices}; describe the layers of each device separately"
+            f"the layers are on several devices {devices}; describe the layers of each device separately"
         )
     return BlockLayout(tuple(layers))
 
@@ -240,8 +248,8 @@ def describe_blocks(
 def _refuse_without_memory(layer_name: str, tensor: object, num_blocks: int) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise LayoutUnsupported(
-            f"layer {layer_name!r} is a {type(tensor).__name__}, not a tensor; register each of its tensors by "
-            "its own name"
+            f"layer {layer_name!r} is a {type(tensor).__name__}, not a tensor; register each of its tensors under "
+            "a name of its own"
         )
     if num_blocks < 1:
         raise LayoutUnsupported(
@@ -268,8 +276,8 @@ def _block_axis(layer_name: str, tensor: torch.Tensor, num_blocks: int, block_di
             )
         if shape[block_dim] % num_blocks:
             raise LayoutUnsupported(
-                f"dimension {block_dim} of layer {layer_name!r} of shape {shape} is not a multiple of num_blocks="
-                f"{num_blocks}; pass the block_dim that counts blocks, or the num_blocks this tensor was made for"
+                f"the size of dimension {block_dim} of layer {layer_name!r} of shape {shape} is not a multiple of "
+                f"num_blocks={num_blocks}; pass the block_dim that counts blocks, or the tensor's own num_blocks"
             )
         return block_dim % tensor.ndim
     candidates = [axis for axis, size in enumerate(shape) if size == num_blocks]
@@ -283,13 +291,16 @@ def _block_axis(layer_name: str, tensor: torch.Tensor, num_blocks: int, block_di
 
 
 def _refuse_overlap(layer_name: str, tensor: torch.Tensor, dimensions: list[_Dimension], item_bytes: int) -> None:
-    """Refuse overlapping elements: each stride must be at least the span of all dimensions with smaller strides."""
+    """Raise `LayoutUnsupported` if elements overlap.
+
+    They do not if each stride is at least as large as the span of all dimensions with smaller strides.
+    """
     span_bytes = item_bytes
     for dimension in sorted(dimensions, key=lambda d: d.stride_bytes):
         if dimension.stride_bytes < span_bytes:
             raise LayoutUnsupported(
                 f"layer {layer_name!r} of shape {tuple(tensor.shape)} and strides {tensor.stride()}: dimension "
-                f"{dimension.axis} steps {dimension.stride_bytes} bytes over elements that span {span_bytes}, so "
-                "elements overlap or interleave; pass the tensor that the view shows"
+                f"{dimension.axis} has a stride of {dimension.stride_bytes} bytes, but the elements in it span "
+                f"{span_bytes} bytes, so elements overlap or interleave; pass the tensor that this view was made from"
             )
         span_bytes += (dimension.size - 1) * dimension.stride_bytes

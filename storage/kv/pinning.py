@@ -1,7 +1,8 @@
-"""Pins (page-locks) a pool for CUDA piece by piece, so that a long start can log progress and undo a failure.
+"""Pins (page-locks) a pool for CUDA piece by piece.
 
-Each piece begins at a slot, because a transfer must not cross pieces, and at a memory page, because no page may be in
-two pieces. This module knows addresses and sizes. It must not know CUDA: the caller passes `lock` and `unlock`.
+A long start can therefore log its progress, and a failure can be undone. Each piece begins at a slot, because a
+transfer must not cross pieces. Each piece also begins at a memory page, because no memory page may be in two pieces.
+This module must not know CUDA, so the caller passes the functions `lock` and `unlock`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from kvledger.storage.kv.errors import PinningFailed
 __all__ = ["PIECE_BYTES", "pin_in_pieces", "slots_a_piece"]
 
 PIECE_BYTES = 1 << 30
-"""Large enough that the cost of a call does not matter, and small enough for regular progress messages."""
+"""Approximate size of a piece. It is so large that the cost of a call does not matter, and so small that progress
+messages come regularly."""
 
 
 def slots_a_piece(slot_bytes: int) -> int:
-    """Return the number of slots per piece: about `PIECE_BYTES`, and a whole number of pages."""
+    """Return the number of slots per piece. A piece has about `PIECE_BYTES`, and a whole number of memory pages."""
     in_pages = math.lcm(slot_bytes, mmap.PAGESIZE) // slot_bytes
     return in_pages * max(1, PIECE_BYTES // (in_pages * slot_bytes))
 
@@ -33,18 +35,19 @@ def pin_in_pieces(
     unlock: Callable[[int], object],
     progress: Callable[[int, int, int], object],
 ) -> Callable[[], None]:
-    """Lock memory that begins at a page. Return a function that unlocks it.
+    """Lock memory piece by piece. Return a function that unlocks all of the memory.
 
     Args:
-        address: Start of the memory.
-        num_bytes: Size of the memory; the last piece may be smaller than the others.
-        piece_bytes: Size of a piece: whole slots and whole pages.
-        lock: `lock(address, num_bytes)` returns CUDA's error code, 0 for none.
-        unlock: Unlocks the piece that was locked at this address.
-        progress: Called after each piece with the bytes locked before it, the bytes locked now, and `num_bytes`.
+        address: Start of the memory, at a memory page.
+        num_bytes: Size of the memory. The last piece may be smaller than the others.
+        piece_bytes: Size of a piece. It must be a whole number of slots and of memory pages.
+        lock: `lock(address, num_bytes)` locks one piece and returns CUDA's error code; 0: no error.
+        unlock: `unlock(address)` unlocks the piece that begins at `address`.
+        progress: Called after each piece with three numbers: the bytes that were locked before this piece, the bytes
+            that are locked now, and `num_bytes`.
 
     Raises:
-        PinningFailed: A piece could not be locked. All others were unlocked.
+        PinningFailed: A piece could not be locked. All pieces that were locked before are unlocked again.
     """
     pieces = [(address + start, min(piece_bytes, num_bytes - start)) for start in range(0, num_bytes, piece_bytes)]
     locked: list[int] = []
@@ -63,9 +66,9 @@ def pin_in_pieces(
             done = piece_address - address
             unlock_all()
             raise PinningFailed(
-                f"cudaHostRegister failed with CUDA error {code} for {size} bytes after {done} of {num_bytes}, which "
-                "were unpinned again; lower host_bytes, raise the locked-memory limit (ulimit -l) or that of the "
-                "control group, or pass pin=False for slower copies"
+                f"cudaHostRegister failed with CUDA error {code} for {size} bytes after {done} of {num_bytes} bytes "
+                "were pinned, so all bytes were unpinned again; lower host_bytes, raise the locked-memory limit "
+                "(ulimit -l) or the memory limit of the control group, or pass pin=False for slower copies"
             )
         locked.append(piece_address)
         progress(piece_address - address, piece_address - address + size, num_bytes)

@@ -1,6 +1,6 @@
-"""The host memory for KV blocks: one allocation, cut into equal slots.
+"""The host memory for KV blocks: one allocation, divided into slots of equal size.
 
-A slot holds one block over all layers. The pool knows neither which block a slot holds nor whether the slot is free.
+A slot holds one block over all layers. This module must not know which block a slot holds, or whether the slot is free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["HostPool"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process.
 _BYTES_A_MESSAGE = 16 << 30
-"""Bytes pinned between two messages, which takes some seconds."""
+"""Bytes that are pinned between two log messages. Pinning this much takes some seconds."""
 
 _messages = logging.getLogger("vllm.kvledger")
 
@@ -28,17 +28,18 @@ _messages = logging.getLogger("vllm.kvledger")
 class HostPool:
     """`num_slots` slots of `slot_bytes` bytes each, in one allocation. `close()` releases the memory.
 
-    The constructor touches every page of the memory, so that the page faults delay the start and not the first
-    requests. It checks the available memory first, because the kernel would kill a process that takes more.
+    The constructor first checks that enough memory is available, because the kernel would kill a process that takes
+    more. It then touches the whole allocation, so that page faults delay the start and not the first requests.
 
     Args:
-        num_slots: At least 1.
-        slot_bytes: Bytes per slot, `BlockLayout.block_bytes`.
-        pin: Pin (page-lock) the memory for CUDA. Ignored without CUDA; `is_pinned` then stays False.
-        sharing: The processes that share this pool. Each has its own object of this class over the same memory.
+        num_slots: Number of slots, at least 1.
+        slot_bytes: Bytes per slot, the value of `BlockLayout.block_bytes`.
+        pin: Whether to pin (page-lock) the memory for CUDA. Without CUDA, nothing is pinned, and `is_pinned` is False.
+        sharing: The processes that share the memory of this pool; None: only this process uses the memory. Each process
+            creates its own `HostPool` over the shared memory.
 
     Raises:
-        PoolTooSmall: There is no room for one slot, or the machine does not have the memory.
+        PoolTooSmall: `num_slots` or `slot_bytes` is less than 1, or the machine does not have the memory.
         MemoryNotShared: See `SharedMemory`.
         PinningFailed: CUDA did not pin the memory.
     """
@@ -49,9 +50,9 @@ class HostPool:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.slots_a_piece = slots_a_piece(slot_bytes)
-        """Slots per pinned piece. A transfer must stay in one piece, and each multiple of this number begins one."""
+        """Slots per pinned piece. A piece begins at each multiple of this number. A transfer must not cross pieces."""
         self.is_pinned = False
-        """Whether CUDA has pinned the memory. torch 2.11's `Tensor.is_pinned` is False for registered memory."""
+        """Whether CUDA has pinned the memory. `Tensor.is_pinned` of torch 2.11 does not show this."""
         self._unpin: weakref.finalize[..., HostPool] | None = None
         self._shared = None if sharing is None else SharedMemory(num_slots * slot_bytes, sharing)
         memory = _own_memory(num_slots * slot_bytes) if self._shared is None else self._shared.memory
@@ -67,7 +68,7 @@ class HostPool:
         return self._buffer
 
     def close(self) -> None:
-        """Unpin and release the memory. Close the engines that use the pool first. Closing twice is harmless."""
+        """Unpin and release the memory. First close the copy engines that use the pool. Closing twice is harmless."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None

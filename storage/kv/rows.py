@@ -1,7 +1,7 @@
-"""Memory as a table of rows, so that one torch call gathers or scatters the runs of all layers of many blocks.
+"""Memory as a table of rows, so that one torch call gathers or scatters the bytes of many blocks in all layers.
 
-A kernel call costs as much as copying many KiB, so the number of calls must not grow with layers or blocks. This module
-knows offsets and strides in bytes. It must not know blocks, slots or layers.
+A kernel call costs as much time as the copying of many KiB. The number of calls must therefore not grow with the number
+of layers or blocks. This module works with offsets and strides in bytes. It must not know blocks, slots or layers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ import torch
 __all__ = ["Rows", "element_of"]
 
 _ELEMENTS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-"""Element types by size. torch copies their bits unchanged, 16-byte elements up to ten times as fast as bytes."""
+"""Element types by size in bytes. torch copies their bits unchanged. It copies 16-byte elements up to ten times as fast
+as bytes."""
 
 
 def element_of(*multiples: int) -> torch.dtype:
-    """Return the largest element type whose size divides all of these."""
+    """Return the largest element type whose size in bytes divides all of `multiples`."""
     alignment = math.gcd(*multiples)
     return next(dtype for size, dtype in _ELEMENTS if alignment % size == 0)
 
 
 @attrs.frozen
 class Rows:
-    """Row r of `table` is the `row_bytes` bytes at offset `r * step` from the first row. Rows may overlap."""
+    """A view of memory as rows of equal length, made by `over`.
+
+    Row r of `table` begins `r * step` bytes after row 0. `step` is a number that `over` chooses. Rows may overlap.
+    """
 
     table: torch.Tensor
     first_row: torch.Tensor
@@ -42,9 +46,10 @@ class Rows:
         row_bytes: int,
         element: torch.dtype,
     ) -> Rows:
-        """Return the rows that begin at byte `starts[i] + index * strides[i]` of `memory`, for `index < count`.
+        """Make rows of `row_bytes` bytes, of which some begin at byte `starts[i] + index * strides[i]` of `memory`.
 
-        `memory` is uint8 `[n]`. Bytes between the rows that `of` returns are never touched.
+        `index` is below `count`. `of` returns the numbers of these rows. Bytes outside these rows are never touched.
+        `memory` is uint8 `[n]`.
         """
         low = min(starts)
         high = max(start + (count - 1) * stride for start, stride in zip(starts, strides, strict=True)) + row_bytes
@@ -60,5 +65,5 @@ class Rows:
         )
 
     def of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return row numbers, `[len(indices), rows per index]`."""
+        """Return the row numbers for each index, `[len(indices), rows per index]`. There is one row for each start."""
         return indices[:, None] * self.rows_per_index + self.first_row

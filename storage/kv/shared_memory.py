@@ -1,10 +1,11 @@
 """Host memory that the processes of one machine share, in a file without a name.
 
-Rank 0 creates the file (`memfd_create`) and sends its path, `/proc/PID/fd/N`, to the others, which map it. Without a
-name, the file cannot be left over: the kernel frees the memory when the last process that uses it ends, for whatever
-reason. No other engine can mistake the file for its own. The file is not in /dev/shm, whose size containers limit.
+Rank 0 creates the file (`memfd_create`) and sends the path `/proc/PID/fd/N` to the other ranks, which map the file.
+Because the file has no name, the kernel frees the memory when the last process that uses it ends, whatever the reason.
+No other engine can open the file by mistake. The file is not in /dev/shm, because containers limit the size of that
+directory.
 
-This module knows processes and bytes. It must not know vLLM.
+This module must not know vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["SharedFile", "SharedMemory", "Sharing"]
 
 @attrs.frozen
 class SharedFile:
-    """The path of the file that rank 0 has created, or the error."""
+    """The path and the size of the file that rank 0 has created. With `error`, rank 0 could not create the file."""
 
     path: str
     num_bytes: int
@@ -34,24 +35,28 @@ class SharedFile:
 
 @attrs.frozen
 class Sharing:
-    """The processes that share a memory, and the slots that each of them writes. Each process has its own `rank`."""
+    """Describes how the worker processes of a machine share memory. Each process has its own `rank`."""
 
     rank: int
     num_ranks: int
     from_first: Callable[[SharedFile | None], SharedFile]
-    """Called once by each rank. Returns to all ranks the argument of rank 0."""
+    """Each rank calls this function one time. It returns rank 0's argument to every rank."""
 
     def writes(self, slot: int) -> bool:
-        """Whether this rank writes the slot. All ranks hold the same pages, and one rank writes each slot."""
+        """Whether this rank writes `slot`. All ranks have the same KV, so only one of them writes each slot."""
         return slot % self.num_ranks == self.rank
 
 
 class SharedMemory:
-    """`num_bytes` zeroed bytes; `memory` is the same in all processes. Each process touches every page at its start.
+    """`num_bytes` bytes of zeroed memory that all ranks share.
+
+    `memory` has the same bytes in all processes. The constructor touches every memory page, so that page faults do not
+    delay requests.
 
     Raises:
         PoolTooSmall: On rank 0, if the machine does not have the memory.
-        MemoryNotShared: On another rank, if rank 0 failed or ended, made another size, or its file cannot be opened.
+        MemoryNotShared: On another rank, if rank 0 failed or ended, if the file of rank 0 has another size, or if the
+            file cannot be opened.
     """
 
     def __init__(self, num_bytes: int, sharing: Sharing) -> None:
@@ -59,7 +64,10 @@ class SharedMemory:
         self.memory = self._made(num_bytes, sharing) if sharing.rank == 0 else _joined(num_bytes, sharing)
 
     def close(self) -> None:
-        """Close the file to further processes. The memory lasts while any process has a tensor on it."""
+        """Close the file, so that no further process can map it.
+
+        The memory is freed when no process has a tensor on it any more.
+        """
         if self._close is not None:
             self._close()
 

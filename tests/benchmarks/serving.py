@@ -179,7 +179,7 @@ def _throughput(served: Served) -> Figures:
         "CPU time of all": served.cpu_s,
         "wall time of all": served.wall_s,
         "median CPU time between tokens": gaps[len(gaps) // 2],
-        "99th percentile of it": gaps[len(gaps) * 99 // 100],
+        "99th percentile of CPU time between tokens": gaps[len(gaps) * 99 // 100],
         "mean CPU time to the first token": statistics.mean(tokens[0].cpu_s for tokens in served.tokens),
     }
 

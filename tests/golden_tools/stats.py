@@ -38,7 +38,7 @@ _TWICE = {"rolled_back": 21, "load_failed": 1}
 _ASKED = 64 + 32 + 56 + 32 + 64 + 64
 
 _FEWER_PREEMPTIONS = (
-    "vLLM's KV blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
+    "vLLM's KV blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at the same time, "
     "and a larger `--gpu-memory-utilization` gives them more blocks"
 )
 _WORKER = "the worker's message `copy failed` has the error"
@@ -70,7 +70,7 @@ TEXT = [
     "events a step 12 6 9 10 10",
     "",
     "reason left to compute computed again meaning",
-    "declined 32 32 not saved, because the host pool had no room or a load had failed into their blocks",
+    "declined 32 32 not saved, because the host pool had no room or a load into their blocks had failed",
     "rolled_back 0 21 rolled back by the scheduler",
     "stale 18 18 computed before a cache reset and not saved by then",
     "load_failed 64 1 their load failed, or the previous load had failed and the request had to compute first",
@@ -107,7 +107,7 @@ TEXT = [
         ]
     ),
     # The load of the 64 fails: 120 / 56 = 2.143.
-    f"56 of {_ASKED} tokens were loaded; the estimate for the pool as it was is 114.3% too high",
+    f"56 of {_ASKED} tokens were loaded; the estimate for the pool's real size is 114.3% too high",
     "",
 ]
 

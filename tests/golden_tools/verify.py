@@ -21,12 +21,12 @@ _PREEMPTED = "request.preempted happened to an unknown request"
 
 VIOLATIONS = [
     # Rule, event, generation, what is wrong, earlier events that show it.
-    ("SETTLED_EXACT", 13, 0, "the step begins at 73 tokens, but those before it ended at 72", ()),
+    ("SETTLED_EXACT", 13, 0, "the step begins at 73 tokens, but the steps before it ended at 72", ()),
     # After one preemption.
     ("LEGAL_TRANSITION", 24, 1, _LOOKED_UP, ()),
     ("RECORDED", 25, 1, f"LEGAL_TRANSITION: {_LOOKED_UP}", (24,)),
     # The next turn is another generation. Of 40 tokens one chunk of 32 is whole.
-    ("KEY_IDENTITY", 31, 2, "keys of chunks from 2 on, but chunk 1 has no key", ()),
+    ("KEY_IDENTITY", 31, 2, "the event has keys of chunks from 2 on, but chunk 1 has no key", ()),
     # The life that begins.
     ("LEGAL_TRANSITION", 34, 0, _ARRIVED, ()),
     ("RECORDED", 35, 0, f"LEGAL_TRANSITION: {_ARRIVED}", (34,)),

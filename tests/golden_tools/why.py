@@ -21,10 +21,12 @@ _LAST = "the last known token is always computed, because the next one is sample
 _AFTER_CHUNKS = "after the last whole chunk, so they have no key to be saved under"
 _NEW = "no request had computed them before"
 _ASKED = "looked up"
-_LARGER_POOL = "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded"
+_LARGER_POOL = (
+    "a larger `host_bytes` keeps more chunks; `kvledger stats` estimates how many more tokens would be loaded"
+)
 _ROOM = "a larger `host_bytes` makes room, if the host pool was full"
 _FEWER_PREEMPTIONS = (
-    "vLLM's KV blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
+    "vLLM's KV blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at the same time, "
     "and a larger `--gpu-memory-utilization` gives them more blocks"
 )
 _WORKER = "the worker's message `copy failed` has the error"
@@ -46,7 +48,7 @@ TEXT = [
     (
         "15:06:40.030 30.000 19 preempted with 152 settled tokens. In step 3 (event 21) 1 request ran 1 token, and "
         "blocks went to rival (1). vLLM takes a running request's blocks when another request needs one and none is "
-        "free; inferred: it took them for that request"
+        "free; inferred: it took this request's blocks for that request"
     ),
     "15:06:40.030 30.000 20 1 settled chunk from 2 on not saved: the host pool had no room",
     f"15:06:40.040 40.000 26–27 {_ASKED} 153 tokens: 64 are saved, 64 offered; the next chunk is not in the pool",
@@ -68,7 +70,7 @@ TEXT = [
     "",
     _TABLE,
     "evicted 64 64 saved and evicted",
-    "declined 24 24 not saved, because the host pool had no room or a load had failed into their blocks",
+    "declined 24 24 not saved, because the host pool had no room or a load into their blocks had failed",
     f"new 128 0 {_NEW}",
     f"partial_chunk 21 0 {_AFTER_CHUNKS}",
     f"last_token 2 0 {_LAST}",

@@ -234,7 +234,7 @@ def test_a_table_too_short_for_the_load_is_refused() -> None:
     driver.lookup("a", 0, 40)
     driver.allocate("a", (1,), 32)
     assert violations(driver) == ["TABLE_EQ"]
-    assert "need 2 blocks, 1 were given" in driver.all_of(e.InvariantViolated)[0].detail
+    assert "need 2 blocks, but 1 were given" in driver.all_of(e.InvariantViolated)[0].detail
 
 
 def test_a_load_of_what_is_not_stored_any_more_is_refused() -> None:
@@ -571,8 +571,8 @@ def test_what_a_rank_says_twice_about_a_save_that_was_given_up_is_named(late: tu
     ("reports", "why"),
     [
         ([(0, 2)], "by ranks [2], which do not exist"),
-        ([(0,), (0,)], "by ranks [0], which had done so before"),
-        ([(0, 1), (1,)], "but it has been settled before"),
+        ([(0,), (0,)], "by ranks [0], which had already reported it"),
+        ([(0, 1), (1,)], "but it was already settled"),
     ],
 )
 def test_a_report_that_cannot_be_right_says_why(reports: list[tuple[int, ...]], why: str) -> None:
@@ -605,7 +605,7 @@ def test_a_save_is_offered_only_if_the_load_under_it_has_arrived() -> None:
     assert isinstance(save, e.SaveIssued)
     (failed,) = driver.report(save.job_id)
     assert isinstance(failed, e.SaveFailed)
-    assert (failed.error, failed.quiet) == ("its blocks turned out not to hold what they should", True)
+    assert (failed.error, failed.quiet) == ("the blocks that the save read may have held wrong contents", True)
 
 
 @pytest.mark.parametrize("job_id", [0, 7, 2**40])

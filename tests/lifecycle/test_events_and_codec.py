@@ -281,7 +281,7 @@ def test_a_newer_schema_is_refused_and_the_needed_version_named() -> None:
     """Reading it anyway could misunderstand it."""
     header = {**vocabulary_header(Core.standard()), "schema_version": SCHEMA_VERSION + 1, "kvledger_version": "9.8.7"}
     with pytest.raises(
-        SchemaTooNew, match=rf"schema version {SCHEMA_VERSION + 1}.*reads (up to )?{SCHEMA_VERSION}.*9\.8\.7"
+        SchemaTooNew, match=rf"schema version {SCHEMA_VERSION + 1}.*reads version {SCHEMA_VERSION}.*9\.8\.7"
     ):
         EventDecoder(Core.standard(), header)
 
@@ -292,7 +292,7 @@ def test_an_earlier_schema_is_refused_and_the_version_that_reads_it_named(schema
     header = {**vocabulary_header(Core.standard()), "schema_version": schema_version, "kvledger_version": "0.0.1"}
     with pytest.raises(
         CodecError,
-        match=rf"has schema version {schema_version}, written by kvledger 0\.0\.1; read it with that version",
+        match=rf"has schema version {schema_version}, .* kvledger 0\.0\.1 wrote the log: read it with that version",
     ):
         EventDecoder(Core.standard(), header, lenient=True)
 
@@ -309,14 +309,14 @@ def test_an_unknown_event_is_refused_and_the_needed_version_named() -> None:
     """An event of a later release, or of another product."""
     vocabulary = [{"id": "request.teleported", "version": 1, "fields": []}]
     header = {"schema_version": SCHEMA_VERSION, "vocabulary": vocabulary, "kvledger_version": "9.8.7"}
-    with pytest.raises(SchemaTooNew, match=r"request\.teleported version 1.*knows no version.*9\.8\.7"):
+    with pytest.raises(SchemaTooNew, match=r"request\.teleported version 1.*knows no such event.*9\.8\.7"):
         EventDecoder(Core.standard(), header)
 
 
 @pytest.mark.parametrize("header", [{}, {"schema_version": SCHEMA_VERSION}, {"vocabulary": []}, {"schema_version": "1", "vocabulary": []}])  # fmt: skip  # noqa: E501
 def test_a_header_without_a_vocabulary_is_refused(header: dict[str, Any]) -> None:
     """It was not written by a kvledger connector, and the message says so."""
-    with pytest.raises(CodecError, match="has no readable vocabulary"):
+    with pytest.raises(CodecError, match=r"`vocabulary`.* in the log's header cannot be read"):
         EventDecoder(Core.standard(), header)
 
 

@@ -191,7 +191,7 @@ def changed(**parts: Any) -> Extension:
     [
         (
             changed(name="starvation"),
-            r"extension starvation 1 of .*Changed clashes with version 1 of .*StarvationGuard",
+            r"extension starvation 1 of .*Changed has the same name as version 1 of .*StarvationGuard",
         ),
         (
             changed(rules=StarvationGuard.rules),
@@ -215,7 +215,7 @@ def changed(**parts: Any) -> Extension:
         ),
         (
             changed(rows=(("preempted", "blocks.allocated", "preempted.x"),)),
-            r"leads from preempted to recovering; a sub-state must go where its parent goes",
+            r"leads from preempted to recovering; a sub-state's row must lead to the same phase",
         ),
         (changed(rows=(("running", "blocks.held", "running.x"),)), "leads from running nowhere, because it is illegal"),
         (
@@ -263,20 +263,23 @@ ATTRIBUTES = {
                 "word": "words",
             }.items()
         ),
-        (Nameless(), "Nameless: its name '' cannot be part of a trigger; use letters"),
+        (Nameless(), "Nameless: its name '' is not a valid name; use letters"),
         *(
             (changed(name=name), f"its name {name!r} cannot be part")
             for name in ("a/b", "tokens.rolled_back", "a b", 7)
         ),
-        (changed(events={"a/b": Starving}), "changed: its event 'a/b' cannot be part of a trigger"),
+        (changed(events={"a/b": Starving}), "changed: its event 'a/b' is not a valid name"),
         (changed(events={"starving": dict}), "its event starving is <class 'dict'>; name a class .* msgspec.Struct"),
         (
             changed(events={"starving": Starving(1)}),
             r"its event starving is Starving\(num_preemptions=1\); name a class",
         ),
         (changed(version="1"), "changed: its version is '1'; make it a whole number"),
-        (changed(rules={"STARVING_KEPT_TOO": None}), "its rule STARVING_KEPT_TOO is None; name its checker's class"),
-        (changed(rows=(("preempted", "changed/starving"),)), "its row .* is not .source, trigger, dest.; write three"),
+        (
+            changed(rules={"STARVING_KEPT_TOO": None}),
+            "its rule STARVING_KEPT_TOO is None; give the class of its checker",
+        ),
+        (changed(rows=(("preempted", "changed/starving"),)), "its row .* is not .source, trigger, dest.; write a"),
         (changed(handlers=Watching), "its handlers are <class .*Watching'>; use a tuple"),
         (changed(handlers=("watching:Watching",)), "its handler 'watching:Watching' is not a handler; name a class"),
         (changed(handlers=(Stateless(),)), "its handler <.*Stateless object at .*> is not a handler; name a class"),

@@ -192,5 +192,5 @@ def test_an_event_that_is_not_tried_and_a_rule_that_nothing_breaks_are_named() -
     """Otherwise nobody would notice what is not verified."""
     with pytest.raises(AssertionError, match="`payloads` does not return every event"):
         Contract(StarvationGuard, ()).test_its_events_are_read_back_with_it_and_unpacked_without_it()
-    with pytest.raises(NotImplementedError, match="STARVING_KEPT: no log breaks this rule"):
+    with pytest.raises(NotImplementedError, match="STARVING_KEPT: there is no log that breaks this rule"):
         ExtensionContract.bad_log(Contract(StarvationGuard), "STARVING_KEPT")

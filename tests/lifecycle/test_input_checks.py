@@ -44,19 +44,21 @@ WRONG = [
     Wrong(e.RequestArrived(b"d", 1, 40, 5), r"^RequestArrived.request_id is b'd': Expected `str`, got `bytes`"),  # type: ignore[arg-type]
     Wrong(e.RequestArrived("d", 1, -5, 5), r"^RequestArrived.num_prompt_tokens is -5: it is negative; pass 0 or more$"),
     Wrong(e.RequestArrived("d", 1, 40, -1), r"^RequestArrived.time_ns is -1: Expected `int` >= 0"),
-    Wrong(e.RequestArrived("d", 99, 40, 5), r"^RequestArrived.ordinal is 99: the next one is 1; pass ledger"),
+    Wrong(e.RequestArrived("d", 99, 40, 5), r"^RequestArrived.ordinal is 99: the next ordinal is 1; pass ledger"),
     Wrong(
-        e.RequestArrived("d", 0, 40, 5), r"^RequestArrived.ordinal is 0: the next one is 1; pass ledger.next_ordinal"
+        e.RequestArrived("d", 0, 40, 5),
+        r"^RequestArrived.ordinal is 0: the next ordinal is 1; pass ledger.next_ordinal",
     ),
     Wrong(e.ChunkKeysObserved("a", 0, ("k",)), r"^ChunkKeysObserved.keys is \('k',\): Expected `bytes`, got `str`"),  # type: ignore[arg-type]
     Wrong(e.BlocksAllocated("a", (1, -2), 0, 5), r"^BlocksAllocated.block_ids is \(1, -2\): Expected `int` >= 0"),
-    Wrong(e.RequestPreempted("a", 96, 100, 5), "^RequestPreempted.num_settled_tokens is 96: steps and loads brought"),
+    Wrong(e.RequestPreempted("a", 96, 100, 5), "^RequestPreempted.num_settled_tokens is 96: only .* were computed"),
     Wrong(e.RequestPreempted("a", 40, 100, 5, False, -2), r"^RequestPreempted.num_in_flight_tokens is -2: it is negat"),
     Wrong(
-        e.RequestFinished("a", "", 41, 100, 5), "^RequestFinished.num_settled_tokens is 41: steps and loads brought 40"
+        e.RequestFinished("a", "", 41, 100, 5),
+        "^RequestFinished.num_settled_tokens is 41: only 40 tokens were computed or loaded",
     ),
     Wrong(e.RequestReleased("a", 0, 0, 1), "^RequestReleased is no observation; pass an event of kvledger"),  # type: ignore[call-arg]
-    Wrong("hello", "^'hello' is no observation; pass an event of kvledger.lifecycle.events, no decision$"),
+    Wrong("hello", "^'hello' is no observation; pass an event of kvledger.lifecycle.events that is not a decision$"),
     Wrong({"a": 1}, "^{'a': 1} is no observation; pass an event"),
 ]
 

@@ -117,7 +117,7 @@ def test_a_rule_of_the_same_name_stands_in_and_a_reader_without_its_code_says_so
     assert "LOOKUP_PURE" not in with_its_own.not_checked
     without = STANDARD.reading(vocabulary_header(with_its_own))
     assert "LOOKUP_PURE" not in without.rules
-    assert "listening checks it in its own way" in without.not_checked["LOOKUP_PURE"]
+    assert "listening checks this rule in its own way" in without.not_checked["LOOKUP_PURE"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_rule_of_the_same_name_stands_in_and_a_reader_without_its_code_says_so
     [
         (
             {"leaves_out": {"LAST_TOKENS": WHY}},
-            "leaves out LAST_TOKENS, which is not a rule here; correct its name",
+            "leaves out LAST_TOKENS, which is not a rule of this core; correct the name of the rule",
         ),
         (
             {"leaves_out": {"LAST_TOKEN": ""}},

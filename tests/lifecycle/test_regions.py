@@ -105,7 +105,7 @@ def test_a_region_that_refuses_nothing_has_a_row_for_everything_it_names(region:
     (sources, triggers, dest), *rows = region.rows
     assert isinstance(sources, tuple)
     shorter = attrs.evolve(region, rows=((sources[:1], triggers, dest), *rows))
-    with pytest.raises(TableError, match=rf"{region.name} refuses nothing, but has no row for \({sources[1]}, "):
+    with pytest.raises(TableError, match=rf"{region.name} may not refuse events, but has no row for \({sources[1]}, "):
         compile_region(shorter, CORE.events.values())
 
 
@@ -122,9 +122,9 @@ def added(region: Region, *row: Any) -> Region:
             added(PHASE, RequestState.NEW, "prefill.completed", RequestState.PREEMPTED),
             r"prefill.completed\) appears twice",
         ),
-        (added(PHASE, "*", "request.preempted", RequestState.PREEMPTED), r"'\*' would allow every state"),
+        (added(PHASE, "*", "request.preempted", RequestState.PREEMPTED), r"'\*', which would allow every state"),
         (added(PHASE, [RequestState.NEW], "request.preempted", RequestState.PREEMPTED), "must be states of phase"),
-        (added(BLOCKS, BlocksRegion.NONE, "tokens.rolled_back", None), "no such trigger; .* with its variant"),
+        (added(BLOCKS, BlocksRegion.NONE, "tokens.rolled_back", None), "no such trigger; .* or id/variant"),
         (added(BLOCKS, "none", "window.left", BlocksRegion.NONE), "must be states of blocks"),
         (added(PHASE, RequestState.FINISHED, "session.continued/all", RequestState.NEW), "leads out of finished"),
         (added(WORK, WORK.terminal, "load.issued", WORK.initial), "leads out of settled, which is a terminal state"),
@@ -139,7 +139,7 @@ def test_a_region_that_breaks_a_rule_is_refused(region: Region, message: str) ->
 
 def test_only_phase_and_blocks_may_refuse() -> None:
     """What is legal is asked for every event, and is one look into one table."""
-    with pytest.raises(TableError, match="first may refuse, but only phase and blocks are checked"):
+    with pytest.raises(TableError, match="first may refuse events, but only phase and blocks are checked"):
         compile_tables(CORE.events, [PHASE, BLOCKS, attrs.evolve(FIRST, may_refuse=True)], JOB_REGIONS, GATING)
 
 

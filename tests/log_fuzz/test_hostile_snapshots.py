@@ -21,11 +21,12 @@ from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.audit import StartFolds
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.events import ExtensionEvent, field_names
+from kvledger.lifecycle.ranges import MAX_INT64
 from kvledger.lifecycle.snapshots import capture, restore, state_fingerprint
 from kvledger.storage.events import find_snapshot, write_snapshot
 from kvledger.storage.events.segment_file import segment_paths
 from log_fuzz.commands import lines
-from log_fuzz.guarded import run_guarded, size_of
+from log_fuzz.guarded import run_guarded, size_of, warm_up
 from log_fuzz.mutations import borrowed_values, other_frames, other_snapshot
 from log_fuzz.planted import story_log
 from log_fuzz.seeds import Log, told
@@ -33,6 +34,21 @@ from log_fuzz.seeds import Log, told
 pytestmark = pytest.mark.xdist_group("log_fuzz")
 
 CONFIGURATION = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
+
+
+@pytest.fixture(scope="module")
+def other_places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A sound log to compare with, and where output goes. Every command has run once, so its forks import nothing."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    out = folder / "out"
+    out.mkdir()
+    sound = told()[0]
+    path = sound.write(folder / "sound" / "log")
+    places = {"OTHER": path, "OUT": out}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        warm_up({**places, "LOG": path, "DIR": path.parent, "REQUEST": sound.request_id})
+    return places
 
 
 def with_snapshots() -> list[Log]:
@@ -98,6 +114,12 @@ def with_free_slot(log: Log, slot: int) -> None:
     log.snapshot["state"]["slots"]["free"].append(slot)
 
 
+def with_life_of_reader(log: Log, ordinal: int) -> None:
+    """The reader's first life has this ordinal."""
+    assert log.snapshot is not None
+    log.snapshot["reader"]["model"]["lives"]["lives"][0][0]["ordinal"] = ordinal
+
+
 @pytest.mark.parametrize(
     ("change", "number"),
     [
@@ -105,22 +127,42 @@ def with_free_slot(log: Log, slot: int) -> None:
         (with_key, -1),
         (with_two_numbers, -(2**63)),
         (with_free_slot, 0),
+        (with_life_of_reader, 2**64 - 1),
     ],
 )
-def test_a_state_that_no_fold_leads_to_is_refused_by_name(change: Any, number: int, tmp_path: Path) -> None:
-    """The commands go on as for a log without a snapshot, and say why."""
+def test_a_state_that_no_fold_leads_to_is_refused_by_name(
+    change: Any, number: int, other_places: dict[str, Path], tmp_path: Path
+) -> None:
+    """The commands go on as for a log without a snapshot, and say why.
+
+    `kvledger tables` ended with 70 for a life of the reader whose ordinal fits into no column.
+    """
     log = next(copy.deepcopy(log) for log in with_snapshots() if first_record_is_there(log))
     change(log, number)
     path = log.write(tmp_path / "logs" / "log")
     opened = open_log(path, Core.standard())
     assert opened.start() is None
-    assert "the state cannot be used" in opened.start_remarks[0]
-    out = tmp_path / "out"
-    out.mkdir()
-    sound = told()[0].write(tmp_path / "sound" / "log")
-    places = {"LOG": path, "DIR": path.parent, "OTHER": sound, "OUT": out, "REQUEST": log.request_id}
+    assert "state cannot be used" in opened.start_remarks[0]
+    places = {**other_places, "LOG": path, "DIR": path.parent, "REQUEST": log.request_id}
     ended = run_guarded(lines(), places, size_of(path), cache=tmp_path / "cache")
     assert [str(each) for each in ended if not each.is_stated] == []
+
+
+def test_totals_that_are_as_large_as_they_may_be_can_be_added_to(tmp_path: Path) -> None:
+    """`kvledger show --since` ended with 70: a sum of tokens grew out of its range, and was read again."""
+    log = next(copy.deepcopy(log) for log in with_snapshots() if log.name == "walk 5 without its beginning")
+    assert log.snapshot is not None
+    figures = log.snapshot["totals"][1]["figures"]
+    sums = [name for name in figures if name.startswith(("num_tokens_", "num_bytes_")) or name.endswith("_ns")]
+    figures |= dict.fromkeys(sums, MAX_INT64)
+    opened = open_log(log.write(tmp_path / "logs" / "log"), Core.standard())
+    start = opened.start()
+    assert start is not None
+    folds = StartFolds(opened.core, opened.configuration, start)
+    totals = opened.totals(folds.projections)
+    folds.take(opened.trusted_events())
+    assert totals.figures.num_tokens_recomputed == MAX_INT64
+    assert Totals.continued(folds.projections, totals.stored()).stored() == totals.stored()
 
 
 def first_record_is_there(log: Log) -> bool:

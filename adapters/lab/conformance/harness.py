@@ -43,11 +43,11 @@ class Failure:
 
 
 class RunOver(Exception):
-    """The engine is dead, or still busy after `MAX_STEPS`."""
+    """Raised to end a run, because the engine died or is still busy after `MAX_STEPS` steps."""
 
 
 class Harness:
-    """Drives one engine. With `asks_twice` it repeats each lookup at once, as vLLM does when blocks are short."""
+    """Drives one engine. With `asks_twice`, each lookup is made twice in a row, as vLLM does when blocks are short."""
 
     def __init__(
         self, subject: Subject, log_dir: Path, clock: SimulatedClock, *, asks_twice: bool, **settings: Any
@@ -61,7 +61,7 @@ class Harness:
         self._clock = clock
         self._asks_twice = asks_twice
         self._expected: dict[str, tuple[list[int], int, int]] = {}
-        """Request id → (prompt, number of outputs, weights), if it must end with all of its outputs."""
+        """Request id → (prompt, number of outputs, weights), for requests that must end with all of their outputs."""
         self._was_reset = False
         self._is_over = False
         self.engine = SimulatedEngine(setup=subject, log_dir=str(log_dir), **{"num_blocks": 40, **settings})
@@ -75,7 +75,7 @@ class Harness:
     # --- actions of scenarios ---------------------------------------------------------------------
 
     def add(self, request_id: str, prompt: Sequence[int], num_outputs: int, **options: Any) -> Request:
-        """Add a request. Unless it is resumable, `run` compares its outputs with the right ones."""
+        """Add a request. If the request is not resumable, `run` compares its outputs with the expected outputs."""
         if not options.get("resumable"):
             self._expected[request_id] = (list(prompt), num_outputs, self.engine.model.weights)
         self.engine.outputs[request_id] = []
@@ -83,7 +83,7 @@ class Harness:
             return self.engine.add(request_id, prompt, num_outputs, **options)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request; its outputs are not compared."""
+        """Abort a request. Its outputs are not compared with the expected outputs."""
         self._expected.pop(request_id, None)
         with self.watched():
             self.engine.abort(request_id)
@@ -98,7 +98,7 @@ class Harness:
                 time.sleep(_IDLE_S)
 
     def run(self) -> None:
-        """Step until no request is left, then compare outputs."""
+        """Step until no request is left, then compare the outputs with the expected outputs."""
         for _ in range(MAX_STEPS):
             if not self.is_busy:
                 self._compare()
@@ -109,7 +109,7 @@ class Harness:
                 with self.watched():
                     self.engine.update()
         if self.engine.is_stranded:
-            self.remarks.append("vLLM can schedule no waiting request (vllm#57841, #45388): not judged to the end")
+            self.remarks.append("vLLM can schedule no waiting request (vllm#57841, #45388), so the run was cut short")
         elif not self.engine.scheduler.requests:
             detail = f"no request is left, but after {MAX_STEPS} steps the connector still needs another step"
             self.failures.append(Failure(Check.COMES_TO_REST, detail))
@@ -130,7 +130,7 @@ class Harness:
         return any(each.status is waiting for each in self.engine.scheduler.requests.values())
 
     def settle(self) -> None:
-        """Run to the end, then some empty steps, for pending copies."""
+        """Step until no request is left. Then make some empty steps, so that pending copies end."""
         self.run()
         self.step(_NUM_EMPTY_STEPS)
 
@@ -143,7 +143,7 @@ class Harness:
         self._reset_scheduler(running=True)
 
     def reset(self, *, running: bool = False) -> None:
-        """Reset both caches. If both succeed and the engine is idle, the model gets new weights."""
+        """Reset vLLM's and the connector's cache. If both are reset and the engine is idle, change the weights."""
         answers: list[bool | None] = []
         connector: Any = self.engine.scheduler.connector
         reset_cache = connector.reset_cache
@@ -164,7 +164,7 @@ class Harness:
                 model.weights += 1
 
     def lose(self) -> None:
-        """Call the subject's `lose`, if there is one, as soon as vLLM accepts offered tokens."""
+        """Arrange that the subject's `lose`, if there is one, is called as soon as vLLM claims offered tokens."""
         connector: Any = self.engine.scheduler.connector
         worker, update_state = self.engine.workers[0], connector.update_state_after_alloc
 
@@ -177,7 +177,7 @@ class Harness:
         connector.update_state_after_alloc = update_and_lose
 
     def end(self) -> None:
-        """Run to the end, and check that all blocks are free."""
+        """Step until no request is left, and check that all blocks are free."""
         self.run()
         self._check_blocks(Check.RESTS, "although the engine has stopped stepping")
         self.step(_NUM_EMPTY_STEPS)
@@ -185,7 +185,7 @@ class Harness:
         self._check_blocks(Check.BLOCKS_RETURNED, f"after {_NUM_EMPTY_STEPS} more steps")
 
     def shut_down(self) -> None:
-        """Shut down both sides, which completes the log."""
+        """Shut down both sides of the connector. This completes the log."""
         try:
             self.engine.shutdown()
         except BaseException as error:  # noqa: BLE001 -- whatever it is, it is a failure
@@ -194,7 +194,7 @@ class Harness:
                 self.failures.append(Failure(Check.SHUTS_DOWN, f"shutdown raised {_located(error)}"))
 
     def _reset_scheduler(self, running: bool, **options: bool) -> bool:
-        """Reset vLLM's cache; return whether it did. vLLM may raise while blocks are held."""
+        """Reset vLLM's cache, and return whether vLLM did reset it. vLLM may raise an error while blocks are held."""
         with self.watched():
             try:
                 return self.engine.scheduler.reset_prefix_cache(running, **options)
@@ -211,7 +211,7 @@ class Harness:
             found, right = self.engine.outputs[request_id], Expected(prompt, weights).output(num_outputs)
             if found != right:
                 first = next((i for i, (a, b) in enumerate(zip(found, right, strict=False)) if a != b), len(found))
-                detail = f"{request_id} got {len(found)} of {num_outputs} tokens, wrong from number {first} on"
+                detail = f"{request_id} got {len(found)} of {num_outputs} output tokens, wrong from number {first} on"
                 self.failures.append(Failure(Check.KV_RIGHT, detail))
         self._expected.clear()
 
@@ -231,7 +231,7 @@ class Harness:
                 return answer
             again = lookup(request, num_computed_tokens)
             if again != answer:
-                detail = f"{request.request_id}, {num_computed_tokens} tokens computed: first {answer}, then {again}"
+                detail = f"{request.request_id} with {num_computed_tokens} computed tokens got {answer}, then {again}"
                 self.failures.append(Failure(Check.LOOKUP_REPEATED, detail))
             return again
 
@@ -248,7 +248,7 @@ class Harness:
         def sources_checked(request: Request, num_external_tokens: int) -> Any:
             found = sources(request, num_external_tokens)
             if sum(found.values()) != num_external_tokens:
-                detail = f"{request.request_id}: the sources have {sum(found.values())} of {num_external_tokens} tokens"
+                detail = f"{request.request_id}: the sources add up to {sum(found.values())}, not {num_external_tokens}"
                 self.failures.append(Failure(Check.HIT_SOURCES, detail))
             return found
 
@@ -258,7 +258,7 @@ class Harness:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Turn any exception into a failure and end the run."""
+        """Turn any exception inside this context into a failure, and end the run."""
         try:
             yield
         except CorruptKV as error:
@@ -277,7 +277,7 @@ class Harness:
 
 
 def _fields(scheduler_output: Any) -> dict[str, str]:
-    """Return the output's fields as text, except those that may change."""
+    """Return field name → value as text, without the fields that a connector may change."""
     left_out = {"new_block_ids_to_zero", "kv_connector_metadata", "kv_connector_block_state"}
     return {name: repr(value) for name, value in vars(scheduler_output).items() if name not in left_out}
 
@@ -289,7 +289,7 @@ def _located(error: BaseException) -> str:
 
 
 def _is_of_connector(error: BaseException) -> bool:
-    """Whether a connector's hook raised; the recorder around it does not count."""
+    """Whether a hook of a connector raised the error. The recorder around the connector does not count as one."""
     frame = error.__traceback__
     while frame is not None:
         caller = frame.tb_frame.f_locals.get("self")

@@ -1,7 +1,7 @@
 """The obligations of a `KVConnectorBase_V1`, and the rules and checks that test them.
 
-The source of docs/contract.md and of the report of `kvledger conformance`. It must not depend on code that runs a
-connector. Paths are relative to the installed `vllm/`, 0.32: `base.py` is
+docs/contract.md and the report of `kvledger conformance` are made from this module. It must not depend on code that
+runs a connector. Paths are relative to the installed `vllm/`, 0.32: `base.py` is
 `distributed/kv_transfer/kv_connector/v1/base.py`, `scheduler.py` is `v1/core/sched/scheduler.py`.
 """
 
@@ -21,9 +21,10 @@ class Seen(enum.Enum):
     OUTSIDE = "from outside"
     """The calls and answers of the hooks show it, for any connector."""
     DECODER = "with a decoder"
-    """The metadata for the workers shows it, if kvledger has a decoder for its class."""
+    """The metadata for the workers shows it, if kvledger has a decoder for this metadata."""
     CONTENT = "in the simulation"
-    """Only `kvledger conformance` shows it: it knows the right KV, sees the engine's blocks and can repeat a call."""
+    """Only `kvledger conformance` shows it, because it knows the right KV, sees the engine's blocks and can repeat a
+    call."""
     NOT_AT_ALL = "not at all"
     """Neither a log nor the simulation shows it."""
 
@@ -32,7 +33,7 @@ class Check(enum.StrEnum):
     """A check of the simulation, in addition to the rules of the log."""
 
     KV_RIGHT = "KV_RIGHT"
-    """Every request reads the KV of its own tokens, and gets the output tokens that follow from them."""
+    """Every request reads the KV of its own tokens, and gets the output tokens that follow from its own tokens."""
     ENGINE_LIVES = "ENGINE_LIVES"
     """The connector causes no error in vLLM's scheduler, which asserts much of the contract."""
     ENDS = "ENDS"
@@ -42,8 +43,8 @@ class Check(enum.StrEnum):
     BLOCKS_RETURNED = "BLOCKS_RETURNED"
     """After the last request and some empty steps, every block except the null block is free."""
     RESTS = "RESTS"
-    """When the engine stops stepping, no block is held any more. Only another step could report a copy and free its
-    blocks."""
+    """When the engine stops stepping, no block is held any more. Without another step, the copy that holds a block
+    could not be reported."""
     SHUTS_DOWN = "SHUTS_DOWN"
     """Both sides of an idle engine shut down without an error."""
     LOOKUP_REPEATED = "LOOKUP_REPEATED"
@@ -57,14 +58,14 @@ class Check(enum.StrEnum):
 
 
 class Precondition(enum.StrEnum):
-    """A condition for judging an obligation. The value is the reason if it is not met."""
+    """A condition for judging an obligation. The value is the reason to give if the condition is not met."""
 
     ALWAYS = ""
     LOOKUP = "no request was looked up"
     ANSWER = "the connector answered no lookup with tokens"
     LOAD = "nothing was loaded"
-    COPY = "the log has no copy: the connector made none, or no decoder reads its metadata"
-    SAVE = "the log has no save: the connector made none, or no decoder reads its metadata"
+    COPY = "the log has no copy, because the connector made none or kvledger has no decoder for its metadata"
+    SAVE = "the log has no save, because the connector made none or kvledger has no decoder for its metadata"
     KEPT = "the connector kept no blocks of an ended request"
     ASYNC_LOAD = "the connector loaded nothing asynchronously"
     FAILED_LOAD = "no load failed; --lose makes some fail"
@@ -82,19 +83,19 @@ class Obligation:
     hook: str
     text: str
     source: tuple[str, ...]
-    """Files and functions of vLLM 0.32 that state it or rely on it."""
+    """Files and functions of vLLM 0.32 that state the obligation or rely on it."""
     seen: Seen
     checks: tuple[str, ...] = ()
-    """Rules of the log, and members of `Check`, that test it."""
+    """Rules of the log, and members of `Check`, that test the obligation."""
     needs: Precondition = Precondition.ALWAYS
     scenarios: tuple[str, ...] = ()
-    """The only scenarios that count; empty: every run."""
+    """The scenarios whose runs are judged; empty: every run is judged."""
     incidents: tuple[str, ...] = ()
-    """Public issues in which a connector broke it: repository without owner, and number."""
+    """Public issues in which a connector broke the obligation, as repository (without owner) and number."""
     limit: str = ""
-    """Cases that the checks do not see."""
+    """Breaches that the checks do not detect."""
     may_share_its_cause: bool = False
-    """Whether wrong KV may have another cause, too; the obligation is then not judged."""
+    """Whether wrong KV may also have a cause other than a breach of this obligation. If so, wrong KV is no proof."""
 
 
 _SCHEDULER, _WORKER, _BOTH = "scheduler", "worker", "both"
@@ -104,7 +105,8 @@ _ALL: Final = (
         "hooks-do-not-raise",
         _BOTH,
         "every hook",
-        "No hook raises, and none makes vLLM itself fail. Either ends the engine and every request in it.",
+        "No hook raises an error, and no hook makes vLLM itself fail. Either failure ends the engine and every request "
+        "in it.",
         ("v1/engine/core.py, run_busy_loop",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES),
@@ -114,9 +116,9 @@ _ALL: Final = (
         "answer-in-range",
         _SCHEDULER,
         "get_num_new_matched_tokens",
-        "The answer counts tokens after the computed ones. It is not negative, and with the computed tokens it is at "
-        'most the known tokens. A load within the step leaves the last token to compute. The second element "must be '
-        "'False' if the first element is 0\".",
+        "The answer counts the tokens that can be loaded after the computed tokens. It is not negative. Together with "
+        "the computed tokens, it is at most the number of known tokens. A load within the step leaves the last token "
+        "to compute. The second element \"must be 'False' if the first element is 0\".",
         ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         ("LAST_TOKEN", "TOKEN_CONSERVATION"),
@@ -127,8 +129,8 @@ _ALL: Final = (
         "loaded-kv-is-right",
         _BOTH,
         "get_num_new_matched_tokens, start_load_kv",
-        'Only tokens count "for which KV cache is actually available at the time of the call". They are still '
-        "available when the load begins, and the load brings the KV of exactly these tokens.",
+        'The answer counts only tokens "for which KV cache is actually available at the time of the call". These '
+        "tokens are still available when the load begins, and the load brings the KV of exactly these tokens.",
         ("base.py, get_num_new_matched_tokens", "base.py, start_load_kv"),
         Seen.CONTENT,
         (Check.KV_RIGHT,),
@@ -140,32 +142,32 @@ _ALL: Final = (
         _SCHEDULER,
         "get_num_new_matched_tokens",
         '"Might be called multiple times for a given request and should be side-effect free": vLLM repeats the lookup '
-        "in every step in which blocks are short, and no hook undoes it.",
+        "in every step in which blocks are short, and no hook undoes the earlier lookup.",
         ("base.py, module docstring", "scheduler.py, schedule"),
         Seen.CONTENT,
         (Check.LOOKUP_REPEATED, "ALLOC_MATCHES_LOOKUP"),
         Precondition.ANSWER,
         incidents=("LMCache#4508", "LMCache#2158", "LMCache#4512", "vllm#44100"),
-        limit="a pin that a second lookup takes and that is never released",
+        limit="a pin that the second lookup takes and that the connector never releases",
     ),
     Obligation(
         "deferral-ends",
         _SCHEDULER,
         "get_num_new_matched_tokens",
-        "None makes vLLM ask again in the next step. Sooner or later the connector gives another answer.",
+        "If the answer is None, vLLM asks again in the next step. At some point, the connector gives another answer.",
         ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         (Check.ENDS,),
         Precondition.LOOKUP,
         incidents=("vllm#49829", "vllm#48090"),
-        limit="in a log, how many deferrals are too many: no rule limits them; `why` shows them",
+        limit="too many deferrals in a log, because no rule limits their number; `why` shows them",
     ),
     Obligation(
         "allocation-decides",
         _SCHEDULER,
         "update_state_after_alloc",
-        'The connector decides whether to load "based on num_external_tokens, not on whether blocks is empty". With 0 '
-        "it loads nothing, whatever it answered to the lookup.",
+        'The connector decides whether to load "based on num_external_tokens, not on whether blocks is empty". If the '
+        "number is 0, the connector loads nothing, whatever it answered to the lookup.",
         ("base.py, update_state_after_alloc", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE", "EXTERNAL_ZERO_NO_LOAD"),
@@ -177,8 +179,8 @@ _ALL: Final = (
         "allocation-comes-twice",
         _SCHEDULER,
         "update_state_after_alloc",
-        'For an asynchronous load the hook "may be called twice for that same request": with the blocks to load into, '
-        "and after the load has ended. The second call begins no second load.",
+        'For an asynchronous load the hook "may be called twice for that same request": first with the blocks to load '
+        "into, and again after the load has ended. The second call begins no second load.",
         ("base.py, update_state_after_alloc", "scheduler.py, _update_waiting_for_remote_kv"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE",),
@@ -199,8 +201,8 @@ _ALL: Final = (
         "metadata-in-empty-steps",
         _SCHEDULER,
         "build_connector_meta",
-        "vLLM calls the hook once in each step, also in a step that schedules nothing. The connector may have work for "
-        "the workers in any of them.",
+        "vLLM calls the hook once in each step, even if the step schedules nothing. In any step, the connector may "
+        "have work for the workers.",
         ("scheduler.py, schedule",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
@@ -211,8 +213,9 @@ _ALL: Final = (
         "table-is-the-requests",
         _SCHEDULER,
         "build_connector_meta",
-        "A copy uses the blocks that its request's table has for the copied tokens. vLLM replaces the table, and does "
-        "not extend it, when a request is resumed, is promoted after its load, or gets the next turn of its session.",
+        "A copy uses the blocks that the request's block table has for the copied tokens. vLLM replaces the table, "
+        "instead of extending it, when a request is resumed, is promoted after its load, or gets the next turn of its "
+        "session.",
         ("scheduler.py, schedule", "scheduler.py, _make_cached_request_data"),
         Seen.DECODER,
         ("TABLE_EQ",),
@@ -223,7 +226,7 @@ _ALL: Final = (
         "saves-own-their-source",
         _SCHEDULER,
         "build_connector_meta",
-        "A save reads blocks that its request holds, or has lost in this very step.",
+        "A save reads only blocks that its request holds, or has lost in the same step.",
         ("scheduler.py, _preempt_request",),
         Seen.DECODER,
         ("SRC_BLOCK_OWNED",),
@@ -246,8 +249,8 @@ _ALL: Final = (
         "loads-own-their-destination",
         _BOTH,
         "update_state_after_alloc, build_connector_meta",
-        "A load fills only blocks that vLLM allocated for it, each once. Until it ends, nothing else fills or saves "
-        "them.",
+        "A load fills only blocks that vLLM allocated for it, and each block once. Until the load ends, nothing else "
+        "fills or saves these blocks.",
         ("base.py, update_state_after_alloc", "scheduler.py, schedule"),
         Seen.DECODER,
         ("LOAD_DST_EXCLUSIVE", "LOAD_XOR_STORES"),
@@ -258,8 +261,8 @@ _ALL: Final = (
         "loads-bring-what-was-claimed",
         _BOTH,
         "build_connector_meta, get_block_ids_with_load_errors",
-        "The connector loads each block that vLLM claimed from an answer, or reports it, or a block before it, as "
-        "failed. vLLM does not compute blocks that are reported as loaded.",
+        "The connector loads each block that vLLM claimed from an answer. If it cannot, it reports this block or an "
+        "earlier block of the request as failed. vLLM does not compute blocks that are reported as loaded.",
         ("base.py, get_block_ids_with_load_errors", "scheduler.py, _update_requests_with_invalid_blocks"),
         Seen.DECODER,
         ("LOAD_COMPLETE",),
@@ -269,21 +272,21 @@ _ALL: Final = (
         "keys-tell-requests-apart",
         _SCHEDULER,
         "get_num_new_matched_tokens, build_connector_meta",
-        "A request gets only KV that was saved under its own keys. A key covers the tokens and all else that vLLM's "
-        "block hashes cover: the LoRA adapter, the media, the cache salt.",
+        "A request gets only KV that was saved under its own keys. A key covers the tokens and everything else that "
+        "vLLM's block hashes cover: the LoRA adapter, the media and the cache salt.",
         ("v1/core/kv_cache_utils.py, generate_block_hash_extra_keys",),
         Seen.DECODER,
         ("SAVED_UNDER_KEY",),
         Precondition.COPY,
         incidents=("vllm#53495", "vllm#44250", "LMCache#2961"),
-        limit="without digests, wrong keys in a store that outlives the engine",
+        limit="wrong keys in a store that outlives the engine, if there are no digests",
     ),
     Obligation(
         "saved-tokens-are-offered",
         _SCHEDULER,
         "get_num_new_matched_tokens, build_connector_meta",
-        "Saves leave no hole, because a lookup finds nothing after one. A preempted request is offered the tokens that "
-        "are saved of it. Breaking this costs time only: vLLM computes the tokens again.",
+        "The saved tokens of a request have no hole, because a lookup finds nothing after a hole. The connector offers "
+        "a preempted request its saved tokens. A breach costs only time: vLLM computes the tokens again.",
         ("scheduler.py, schedule",),
         Seen.DECODER,
         ("STORE_CONTIGUOUS", "RESUME_COVERS_OUTPUT"),
@@ -294,9 +297,9 @@ _ALL: Final = (
         "preemption-loses-the-blocks",
         _BOTH,
         "build_connector_meta, handle_preemptions",
-        "A preempted request has lost its blocks before any hook reports the preemption. `preempted_req_ids` names it "
-        "in the same step, and that step may give its blocks to others. Workers finish the copies that read these "
-        'blocks in `handle_preemptions`, "before they are overwritten".',
+        "A preempted request has lost its blocks before any hook reports the preemption. `preempted_req_ids` names the "
+        "request in the same step, and this step may give the blocks to other requests. Workers finish the copies that "
+        'read these blocks in `handle_preemptions`, "before they are overwritten".',
         ("base.py, handle_preemptions", "scheduler.py, _preempt_request"),
         Seen.CONTENT,
         (Check.KV_RIGHT, "RECORDED"),
@@ -320,7 +323,7 @@ _ALL: Final = (
         _BOTH,
         "get_transfer_results, update_connector_output",
         "Each asynchronous load ends with one `finished_recving` from every rank, even if the request was aborted "
-        "meanwhile. vLLM asserts that it knows every reported request.",
+        "during the load. vLLM asserts that it knows every reported request.",
         ("base.py, get_finished", "scheduler.py, _update_from_kv_xfer_finished"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE",),
@@ -331,8 +334,8 @@ _ALL: Final = (
         "load-comes-to-its-end",
         _BOTH,
         "get_transfer_results",
-        "Each asynchronous load is reported sooner or later, as done or as failed. Until then its request waits and "
-        "vLLM keeps its blocks.",
+        "The connector reports each asynchronous load sooner or later, as done or as failed. Until then, the request "
+        "waits and vLLM keeps its blocks.",
         ("base.py, get_block_ids_with_load_errors", "scheduler.py, _update_waiting_for_remote_kv"),
         Seen.OUTSIDE,
         ("LIVENESS", Check.ENDS),
@@ -343,8 +346,8 @@ _ALL: Final = (
         "kept-blocks-are-let-go",
         _BOTH,
         "request_finished, get_transfer_results",
-        'A connector that answers True "assumes responsibility": vLLM keeps the blocks until one `finished_sending` '
-        "names the request. No other request is ever named there.",
+        'If the connector answers True, it "assumes responsibility": vLLM keeps the blocks until one '
+        "`finished_sending` names the request. `finished_sending` names no other requests.",
         ("base.py, request_finished", "scheduler.py, _free_request"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE", "LIVENESS"),
@@ -355,7 +358,7 @@ _ALL: Final = (
         "blocks-come-back",
         _SCHEDULER,
         "bind_gpu_block_pool",
-        "The connector releases all references that it takes on blocks: an idle engine has all its blocks.",
+        "The connector releases all references that it takes on blocks, so that in an idle engine all blocks are free.",
         ("base.py, bind_gpu_block_pool", "v1/core/block_pool.py, free_blocks"),
         Seen.CONTENT,
         (Check.BLOCKS_RETURNED,),
@@ -378,8 +381,8 @@ _ALL: Final = (
         "pending-frees-are-true",
         _SCHEDULER,
         "has_pending_block_frees",
-        "True stops a preemption, because a transfer is about to release blocks. The connector then does release "
-        "blocks.",
+        "If the hook returns True, vLLM does not preempt, because a transfer is about to release blocks. The connector "
+        "must then release blocks.",
         ("base.py, has_pending_block_frees", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         (Check.ENDS,),
@@ -415,8 +418,8 @@ _ALL: Final = (
         "reset-forgets",
         _SCHEDULER,
         "reset_cache",
-        "After True the connector serves nothing that was stored before, also nothing that was still in flight. vLLM "
-        "passes False on to its caller. None counts as success.",
+        "After the hook returned True, the connector serves nothing that was stored before the reset or was in flight "
+        "then. If the hook returns False, vLLM returns False to its caller. None counts as success.",
         ("base.py, reset_cache", "scheduler.py, reset_connector_cache"),
         Seen.CONTENT,
         (Check.RESET_HONOURED,),
@@ -427,8 +430,8 @@ _ALL: Final = (
         "reset-at-any-time",
         _SCHEDULER,
         "reset_cache",
-        "vLLM may call the hook twice, and while copies are in flight. The connector still accepts the later reports "
-        "of these copies.",
+        "vLLM may call the hook twice in a row, and while copies are in flight. The connector must still accept the "
+        "reports of these copies, which come after the reset.",
         ("scheduler.py, reset_prefix_cache",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
@@ -509,7 +512,7 @@ _ALL: Final = (
         "events-are-true",
         _SCHEDULER,
         "take_events",
-        "The connector announces a stored block when it can be served, and its removal when it no longer can.",
+        "The connector announces a block as stored when it can serve the block, and as removed when it no longer can.",
         ("base.py, take_events",),
         Seen.NOT_AT_ALL,
         incidents=("vllm#57159",),
@@ -518,11 +521,11 @@ _ALL: Final = (
         "device-order",
         _WORKER,
         "start_load_kv, save_kv_layer, finish_forward",
-        "Copies on a device are ordered with the model's reads and writes.",
+        "Copies on a device run in the right order with the model's reads and writes.",
         ("base.py, finish_forward", "base.py, save_kv_layer"),
         Seen.NOT_AT_ALL,
         incidents=("vllm#45704", "vllm#47282", "vllm#50696"),
-        limit="the order of copies: digests of pages in production show only that bytes changed",
+        limit="the order of copies; digests of pages in production show only that bytes changed",
     ),
 )
 

@@ -40,7 +40,7 @@ class Run:
 
     name: str
     scenario: str
-    """The scenario's name, to which obligations refer; empty for a world."""
+    """The scenario's name, by which obligations refer to it; empty for a world."""
     play: Callable[[Harness], None]
     settings: Mapping[str, Any]
     asks_twice: bool
@@ -54,7 +54,7 @@ class Outcome:
     failures: tuple[Failure, ...]
     met: frozenset[Precondition]
     log: Path | None
-    """The scheduler's log, kept if something failed."""
+    """The scheduler's log; None if nothing failed, because the log is then deleted."""
     remarks: tuple[str, ...]
     num_events: int
     num_steps: int
@@ -66,9 +66,9 @@ class Finding:
 
     obligation: Obligation
     broken_in: tuple[tuple[Outcome, Failure], ...]
-    """The first failure of each run that broke it."""
+    """Each run that broke the obligation, with its first failure."""
     reason: str
-    """Why it could not be judged; empty if it was."""
+    """Why the obligation could not be judged; empty if it was judged."""
 
     @property
     def verdict(self) -> str:
@@ -86,7 +86,7 @@ def runs(seeds: range) -> Iterator[Run]:
 
 
 def world(seed: int) -> Run:
-    """Return the world of a seed."""
+    """Return the run of the world with this seed."""
 
     def play(harness: Harness) -> None:
         traffic(harness, seed)
@@ -136,7 +136,7 @@ def built(run: Run, subject: Subject, directory: Path) -> None:
     """Start the engine of a run and shut it down again.
 
     Raises:
-        Exception: whatever the connector raises when it is created.
+        Exception: any error that the connector raises when it is created.
     """
     log_dir = directory / "start"
     try:
@@ -195,7 +195,7 @@ def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
     if broken_in:
         reason = ""
     elif not obligation.checks:
-        reason = obligation.limit or "neither the log nor the simulation shows it"
+        reason = obligation.limit or "neither the log nor the simulation shows a breach"
     elif not concerned:
         reason = "none of its scenarios was played"
     elif stopped and any(check not in _OUTSIDE_OF_LOG for check in obligation.checks):
@@ -204,7 +204,7 @@ def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
     elif not judged:
         reason = obligation.needs.value
     elif is_in_doubt:
-        reason = "the failures have another cause, or one that cannot be distinguished from this one"
+        reason = "its checks failed, but from another cause, or from a cause that cannot be determined"
     elif Check.KV_RIGHT in obligation.checks and all(Precondition.WORKER not in each.met for each in judged):
         reason = Precondition.WORKER.value
     else:
@@ -213,11 +213,11 @@ def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
 
 
 def _kind(failure: Failure) -> tuple[str, str]:
-    """Return the check, and the detail without ids and numbers: they are equal if the cause is."""
+    """Return the check, and the detail without ids and numbers. Failures with the same cause have an equal result."""
     return failure.check, re.sub(r"\S*\d\S*", "#", failure.detail)
 
 
 def unassigned(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Failure]]:
-    """Return failures that no obligation covers: bugs of vLLM or kvledger, or gaps in the contract."""
+    """Return failures of checks that belong to no obligation: bugs of vLLM or kvledger, or holes in the contract."""
     named = {check for obligation in OBLIGATIONS.values() for check in obligation.checks}
     return [(outcome, each) for outcome in outcomes for each in outcome.failures if each.check not in named]

@@ -1,6 +1,6 @@
 """Short deterministic scenarios. Each leads the connector into a situation in which connectors have failed.
 
-All prompts differ, so loading the KV of another prompt is detected as wrong KV.
+All prompts differ. If a request loads the KV of another prompt, this is detected as wrong KV.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _BLOCK = 16
 
 
 def tokens(number: int, count: int) -> list[int]:
-    """Return a prompt that has nothing in common with the prompts of other numbers."""
+    """Return a prompt of `count` tokens. Prompts with different numbers have nothing in common."""
     return [(number * 131 + place * 7 + place * place % 11) % 512 for place in range(count)]
 
 
 def _stored(harness: Harness, number: int = 1, num_tokens: int = 5 * _BLOCK) -> list[int]:
-    """Return a prompt that was computed, and that only the connector still has."""
+    """Compute a prompt and reset vLLM's cache, so that only the connector still has its KV. Return the prompt."""
     prompt = tokens(number, num_tokens)
     harness.add(f"first{number}", prompt, 3)
     harness.settle()
@@ -36,7 +36,10 @@ def plain(harness: Harness) -> None:
 
 
 def hit(harness: Harness) -> None:
-    """After a prompt of 80 tokens: one that extends it, one that differs from token 40 on, and its first block."""
+    """Requests that share a part of a stored prompt.
+
+    The first request extends the prompt, the second has other tokens from token 40 on, the third has its first block.
+    """
     prompt = _stored(harness)
     harness.add("longer", [*prompt, *tokens(2, 21)], 20)
     harness.run()
@@ -45,7 +48,10 @@ def hit(harness: Harness) -> None:
 
 
 def whole_hit(harness: Harness) -> None:
-    """A stored prompt again, then its first four blocks. Both are whole blocks, so the last token must be computed."""
+    """A stored prompt comes again, then its first four blocks alone.
+
+    All tokens of both requests are stored, because they fill whole blocks. The last token must still be computed.
+    """
     prompt = _stored(harness)
     harness.add("again", prompt, 5)
     harness.run()
@@ -54,7 +60,7 @@ def whole_hit(harness: Harness) -> None:
 
 
 def outputs_are_found(harness: Harness) -> None:
-    """A conversation: the second prompt is the first with its answer and a new question."""
+    """A conversation: the second prompt consists of the first prompt, its answer and a new question."""
     prompt = tokens(1, 40)
     harness.add("turn1", prompt, 30)
     harness.settle()
@@ -71,13 +77,16 @@ def shared_at_once(harness: Harness) -> None:
 
 
 def in_chunks(harness: Harness) -> None:
-    """A prompt that takes several steps to compute, then one that extends it."""
+    """A prompt that takes several steps to compute, then a second prompt that extends the first."""
     prompt = _stored(harness, num_tokens=11 * _BLOCK + 3)
     harness.add("again", [*prompt, *tokens(2, 40)], 4)
 
 
 def preempted(harness: Harness) -> None:
-    """More tokens than the blocks hold: the last request is preempted and resumes. Another then extends its prompt."""
+    """The requests have more tokens than the blocks hold, so the last request is preempted and resumes.
+
+    Then another request extends the prompt of the preempted request.
+    """
     for number in range(1, 5):
         harness.add(f"r{number}", tokens(number, 3 * _BLOCK + number), 60)
     harness.run()
@@ -94,7 +103,7 @@ def aborted_unscheduled(harness: Harness) -> None:
 
 
 def aborted_running(harness: Harness) -> None:
-    """One request is aborted while its prompt is computed, one while it decodes. Then the same prompt comes again."""
+    """One request is aborted while its prompt is computed, another while it decodes. Then their prompt comes again."""
     harness.add("early", tokens(1, 90), 20)
     harness.step()
     harness.abort("early")
@@ -107,7 +116,7 @@ def aborted_running(harness: Harness) -> None:
 
 
 def aborted_loading(harness: Harness) -> None:
-    """A request is aborted in the step in which its load begins. The load fills its blocks until it ends."""
+    """A request is aborted in the step in which its load begins. Until the load ends, it fills the request's blocks."""
     prompt = _stored(harness)
     harness.add("gone", [*prompt, *tokens(2, 10)], 5)
     harness.step()
@@ -132,7 +141,7 @@ def session(harness: Harness) -> None:
 
 
 def id_again(harness: Harness) -> None:
-    """An id is reused with other tokens, after its request has ended and right after an abort."""
+    """An id is used again with other tokens, first after its request has ended, then after an abort."""
     prompt = _stored(harness)
     harness.add("same", [*prompt, *tokens(2, 30)], 6)
     harness.run()
@@ -158,7 +167,7 @@ def reset_idle(harness: Harness) -> None:
 
 
 def reset_at_once(harness: Harness) -> None:
-    """A reset right after the last request has ended, when its saves may not be done."""
+    """A reset right after the last request has ended, when its saves may still be in flight."""
     prompt = tokens(1, 5 * _BLOCK)
     harness.add("a", prompt, 5)
     harness.run()
@@ -184,7 +193,7 @@ def reset_running(harness: Harness) -> None:
 
 
 def reset_twice(harness: Harness) -> None:
-    """Two resets in a row that preempt running requests. Saves are pending, loads are not."""
+    """Two resets in a row that preempt running requests, while saves are in flight and loads are not."""
     harness.add("a", tokens(1, 90), 30)
     harness.add("b", tokens(3, 50), 30)
     harness.step(2)
@@ -193,7 +202,7 @@ def reset_twice(harness: Harness) -> None:
 
 
 def own_reset(harness: Harness) -> None:
-    """A reset of vLLM's own cache, but not the connector's, which preempts all running requests."""
+    """A reset of vLLM's own cache preempts all running requests. The connector's cache is not reset."""
     prompt = _stored(harness)
     harness.add("a", [*prompt, *tokens(2, 10)], 30)
     harness.add("b", tokens(3, 50), 30)
@@ -215,7 +224,7 @@ def empty_steps(harness: Harness) -> None:
 
 
 def full_cache(harness: Harness) -> None:
-    """Fifteen prompts, then the first and the last again: caches may have evicted parts of them."""
+    """Fifteen prompts, then the first and the last of them again. The caches may have evicted parts of these two."""
     for number in range(1, 16):
         harness.add(f"r{number}", tokens(number, 6 * _BLOCK), 4)
         harness.step(4)
@@ -226,7 +235,7 @@ def full_cache(harness: Harness) -> None:
 
 
 def lost(harness: Harness) -> None:
-    """The connector loses what it offered before it is loaded. Then the prompt comes again."""
+    """The connector offers a stored prompt and loses the prompt's KV before the load. Then the prompt comes again."""
     prompt = _stored(harness)
     harness.lose()
     harness.add("again", prompt, 6)

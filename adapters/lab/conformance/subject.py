@@ -49,17 +49,17 @@ _RECORDER = "kvledger.adapters.recorder"
 
 
 class AbsentWorker(KVConnectorBase_V1):
-    """Replaces a worker that cannot run here. It moves no bytes and reports all that vLLM waits for as done."""
+    """Replaces a worker that cannot run here. It moves no bytes, and reports everything that vLLM waits for as done."""
 
     scheduler: Scheduler | None = None
-    """The scheduler with the waiting requests; set when the engine exists."""
+    """vLLM's scheduler, which has the requests that wait; None until the engine exists."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._loading: set[str] = set()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Return the loads that requests wait for, and the ended requests whose blocks are kept."""
+        """Report as done the loads that requests wait for, and all copies of ended requests whose blocks vLLM keeps."""
         requests = {} if self.scheduler is None else self.scheduler.requests
         waiting = {key for key, each in requests.items() if each.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
         over = {key for key, each in requests.items() if each.is_finished()}
@@ -93,24 +93,25 @@ class AbsentWorker(KVConnectorBase_V1):
 
 @attrs.frozen
 class Subject(ConnectorSetup):
-    """Any connector that vLLM can load."""
+    """The connector under test. It can be any connector that vLLM can load."""
 
     name: str = attrs.field(kw_only=True)
     module: str | None = None
     extra_config: dict[str, Any] = attrs.field(factory=dict)
     has_worker: bool = True
-    """Whether its own worker runs; otherwise `AbsentWorker` does."""
+    """Whether the connector's own worker runs. If not, an `AbsentWorker` replaces it."""
     lose: Callable[[Any, Any], object] | None = None
-    """Function of both sides that loses what they hold, so that offered loads fail."""
+    """Function that gets the scheduler side and the worker side, and deletes their KV, so that offered loads fail."""
 
     @classmethod
     def named(cls, name: str, extra_config: dict[str, Any], lose: str | None = None) -> Subject:
-        """Return the subject for "module:Class" or a registered name; `lose` is "module:function".
+        """Return the subject for a connector, given as "module:Class" or as a name in vLLM's registry.
 
-        Known connectors get default keys in `extra_config`.
+        `lose` is given as "module:function". Known connectors get default keys in `extra_config`.
 
         Raises:
-            Exception: whatever importing it raises, or vLLM does not know it or refuses its class.
+            Exception: the import of the connector or of `lose` failed, or vLLM does not know the connector or refuses
+                its class.
         """
         module, _, connector = name.rpartition(":")
         function = None if lose is None else pkgutil.resolve_name(lose)
@@ -153,7 +154,7 @@ class Subject(ConnectorSetup):
         return super().make_worker(connector_class, config, kv_cache_config)
 
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
-        """Let vLLM's own connectors copy between CPU tensors instead of on a device."""
+        """Make the workers of vLLM's own connectors copy between CPU tensors instead of on a device."""
         for connector in connectors_in(worker):
             setup = _ON_CPU.get(type(connector).__name__)
             if setup is not None:

@@ -1,4 +1,4 @@
-"""Random traffic. A seed decides the engine, the arrivals and their prompts, the aborts and the cache resets."""
+"""Random traffic. A seed decides the engine's settings, the arrivals and their prompts, the aborts and the resets."""
 
 from __future__ import annotations
 

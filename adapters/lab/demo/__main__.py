@@ -130,14 +130,14 @@ def _read(log_path: Path) -> tuple[Figures, str]:
 def failures_of(
     logged: Figures, measured: RecomputeCounter, *, outputs_equal: bool, verify_exit_code: int
 ) -> list[str]:
-    """Return why a run with the connector shows nothing, or something wrong; empty if all is well."""
+    """Return the reasons why the run with the connector shows no recovery, or shows a mistake. Empty if all is well."""
     found = []
     if not logged.num_preemptions:
         found.append("no request was preempted: the pool of KV blocks was large enough for all of them")
     elif not logged.num_tokens_recovered:
         found.append(f"no token was recovered after {logged.num_preemptions} preemptions; see `kvledger show`")
     if not outputs_equal:
-        found.append("the outputs differ from those of the run without a connector: wrong KV was read")
+        found.append("the outputs differ from the outputs without a connector, so wrong KV was read")
     if verify_exit_code:
         found.append(f"`kvledger verify` exited with {verify_exit_code}; see its output above")
     for name in ("num_preemptions", "num_tokens_recomputed"):

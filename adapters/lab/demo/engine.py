@@ -1,6 +1,6 @@
-"""Starts vLLM for a workload, and generates.
+"""Starts vLLM for a workload, and generates its outputs.
 
-vLLM is imported when an engine starts. `ENVIRONMENT` must be in the environment before that.
+vLLM is imported when an engine starts. The variables of `ENVIRONMENT` must be set in the environment before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 def start(model: str, workload: Workload, kv_transfer_config: dict[str, Any] | None, **more: Any) -> Any:
-    """Return a `vllm.LLM` with the workload's sizes; `more` are further arguments of it."""
+    """Return a `vllm.LLM` with the workload's sizes. `more` has further arguments of `vllm.LLM`."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -51,7 +51,7 @@ def request_outputs(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int,
 
 
 def settle(llm: Any) -> None:
-    """Step until no copy is pending; vLLM's front end stops stepping at the last output."""
+    """Step until no copy is pending. vLLM's front end stops stepping when it has the last output."""
     core = llm.llm_engine.engine_core.engine_core
     for _ in range(100_000):
         if not core.scheduler.has_requests() and not core.batch_queue:
@@ -86,9 +86,9 @@ class RunningEngine:
 def running_engine(
     model: Path, workload: Workload, log_dir: Path | None = None, *, policy: str = "recompute", **extra_config: Any
 ) -> Iterator[RunningEngine]:
-    """Yield an engine with kvledger's connector, which logs under `log_dir`; without a connector if that is None.
+    """Yield an engine with kvledger's connector, which writes a log below `log_dir`.
 
-    `policy` is vLLM's `kv_load_failure_policy`.
+    If `log_dir` is None, the engine has no connector. `policy` is vLLM's `kv_load_failure_policy`.
     """
     from vllm.distributed import cleanup_dist_env_and_memory
 

@@ -1,4 +1,4 @@
-"""A Llama small enough to create on the spot. Its output means nothing, but its arithmetic is real."""
+"""A Llama model so small that the demo can create it. Its output means nothing, but its arithmetic is real."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TINY: dict[str, Any] = {
 
 
 def make_model(directory: Path, seed: int = 0, **sizes: int) -> bool:
-    """Write weights and configuration to `directory` unless they exist; `sizes` are settings of `LlamaConfig`.
+    """Write weights and configuration of a model to `directory`, if it has none. `sizes` are settings of `LlamaConfig`.
 
-    The weights vary more than transformers' default. With the default, output hardly depends on tokens further back, so
-    wrong KV would not change it.
+    The weights are larger than transformers' default weights. With the default, the output hardly depends on earlier
+    tokens, so wrong KV would not change it.
 
     Returns:
         Whether the model was created now.

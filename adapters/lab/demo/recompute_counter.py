@@ -1,7 +1,7 @@
-"""Counts what vLLM's own scheduler schedules a second time, independently of kvledger.
+"""Counts the tokens that vLLM's scheduler schedules a second time, independently of kvledger.
 
-It wraps `Scheduler.schedule` in the same process and uses neither the connector nor its log. So it measures an engine
-with and without a connector in the same way.
+The counter wraps `Scheduler.schedule` in the same process. It uses neither the connector nor its log, so it measures an
+engine with and without a connector in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RecomputeCounter:
     num_steps: int = 0
     num_preemptions: int = 0
     num_tokens_lost: int = 0
-    """Computed tokens whose blocks vLLM took."""
+    """Computed tokens whose blocks vLLM freed in preemptions."""
     num_tokens_recomputed: int = 0
     _before_preemption: dict[str, int] = attrs.field(factory=dict)
 

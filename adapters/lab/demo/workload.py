@@ -21,18 +21,19 @@ CONNECTOR: dict[str, str] = {
 def connector(log_dir: Path, **extra_config: Any) -> dict[str, Any]:
     """Return the JSON object of `--kv-transfer-config` for a connector that logs under `log_dir`.
 
-    It offers every load unless `extra_config` sets `offer`. On a busy machine, computing with so small a model may be
-    faster than loading.
+    The connector offers every load, unless `extra_config` sets `offer`. The default for `offer` could offer no load on
+    a busy machine, where computing with so small a model may be faster than loading.
     """
     return {**CONNECTOR, "kv_connector_extra_config": {"log_dir": str(log_dir), "offer": "always", **extra_config}}
 
 
 @attrs.frozen
 class Workload:
-    """Requests, and a pool of KV blocks that is too small for all of them; sizes in tokens and blocks.
+    """Requests, and a pool of KV blocks that is too small for all of them. Sizes are in tokens and blocks.
 
-    By default four of six requests fit when they begin to decode and three when they end, so vLLM preempts the newest.
-    Prefix caching is off, so vLLM keeps nothing of a preempted request. Whatever comes back comes from the host pool.
+    By default, four of six requests fit into the pool when they begin to decode, and three when they end, so vLLM
+    preempts the newest request. Prefix caching is off, so vLLM keeps nothing of a preempted request. All recovered
+    tokens come from the host pool.
     """
 
     seed: int = 0

@@ -1,7 +1,7 @@
 """Incidents as tests: runs the observations of a log again, on the core or on the real connector.
 
-The tests that `kvledger repro` writes import this package. Only `rerun` imports vLLM. For tests that you write
-yourself, `connector.py` has the connector without an engine.
+The tests that `kvledger repro` writes import this package. vLLM is imported only when `rerun` is called. For tests that
+you write yourself, `connector.py` has the connector without an engine.
 """
 
 from kvledger.adapters.lab.repro.outcome import HOOK_FAILED, Rerun, Trouble

@@ -1,7 +1,8 @@
 """Groups observations into the hook calls that recorded them.
 
-A call first records what it notices (keys, preemptions, rollbacks), then its main event. This is the table in
-`docs/hooks.md`, read from right to left. The module depends on events only.
+A call first records the changes that it notices (keys, preemptions, rollbacks), then its main event. The table in
+`docs/hooks.md` leads from a hook to its events; this module leads from the events to the hook. It depends on events
+only.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ _Event = TypeVar("_Event", bound=e.Event)
 
 @attrs.frozen
 class HookCall:
-    """One call of a hook. `main` is the event that it is about."""
+    """One call of a hook. `main` is the event that the call is about."""
 
     hook: str
     sequence: int
     """Sequence number of `main`."""
     request_id: str
-    """Empty if the call is about a step."""
+    """Id of the request that the call is about; empty if it is about a step."""
     main: e.Event
     observed: tuple[SequencedEvent, ...]
-    """All in order, with `main` and with the failure if there was one."""
+    """All observations of the call, in order: also `main`, and the failure of the hook if it failed."""
 
     def noticed(self, event_class: type[_Event]) -> list[_Event]:
         """Return the observed events of a class."""
@@ -56,19 +57,19 @@ class HookCall:
 
 
 def is_withheld(event: e.Event) -> bool:
-    """Whether the connector recorded that it did not carry out a decision. The rerun records that by itself."""
+    """Whether the event records that the connector did not carry out a decision. A rerun writes such events itself."""
     if isinstance(event, e.TransferReported):
         return bool(event.withheld)
     return isinstance(event, e.DecisionWithheld)
 
 
 def to_vllm(event: e.EffectsDelivered) -> bool:
-    """Whether it was delivered to vLLM directly and not through the workers."""
+    """Whether the delivery went to vLLM directly, and not to the workers."""
     return bool(event.received or event.reported)
 
 
 def could_not_be_written(event: e.Event) -> bool:
-    """Whether the connector withheld something because its log could not be written."""
+    """Whether the event records that the connector withheld something because its log could not be written."""
     if isinstance(event, e.TransferReported):
         return event.withheld == e.Withheld.UNWRITTEN
     return isinstance(event, e.DecisionWithheld) and not event.rule
@@ -79,7 +80,7 @@ def _continues_output(event: e.Event) -> bool:
 
 
 def hook_calls(observations: Sequence[SequencedEvent]) -> tuple[list[HookCall], list[SequencedEvent]]:
-    """Return the calls in order, and the observations that belong to none."""
+    """Return the hook calls in order, and the observations that belong to no call."""
     grouping = _Grouping(observations)
     grouping.run()
     return grouping.calls, grouping.left_over
@@ -129,7 +130,7 @@ class _Grouping:
             self._at += 1
 
     def _delivered(self, sequence: int, event: e.EffectsDelivered) -> None:
-        """Add a delivery to the call before, if that call delivers on this channel and has not done so yet."""
+        """Add a delivery to the previous call, if that call delivers on the same channel and has no delivery yet."""
         hook = "update_connector_output" if to_vllm(event) else "build_connector_meta"
         last = self.calls[-1] if self.calls else None
         if last is not None and last.hook == hook and not self._noticed and not last.noticed(e.EffectsDelivered):
@@ -160,7 +161,7 @@ class _Grouping:
         return start
 
     def _num_preempted_by_reset(self) -> int:
-        """Return how many of the next observations the reset made, not the step or lookup after it."""
+        """Return how many of the next observations belong to the reset, and not to the step or lookup that follows."""
         end = self._end_of_run(self._at + 1, e.RequestPreempted, e.ChunkKeysObserved)
         run = [event for _, event in self._entries[self._at + 1 : end]]
         preempted = [event.request_id for event in run if isinstance(event, e.RequestPreempted)]
@@ -170,9 +171,9 @@ class _Grouping:
         return max((number for number, event in enumerate(run, 1) if isinstance(event, e.RequestPreempted)), default=0)
 
     def _num_in_output(self, event: e.Event) -> int:
-        """Return the number of observations in one output of the workers.
+        """Return the number of observations that belong to the output of the workers that begins here.
 
-        An output has failed loads and their rollbacks, then reports that all differ, then steps.
+        An output consists of failed loads and their rollbacks, then of different reports, then of steps.
         """
         end = self._at
         if isinstance(event, e.ExtensionNoted):  # from a recorder: the workers' report comes first
@@ -205,7 +206,7 @@ class _Grouping:
             self._leave_over(sequence, event)
 
     def _belongs_to_last_call(self, hook: str, event: e.HookFailed) -> bool:
-        """Whether the hook failed after its main event was recorded, so that there is a call already."""
+        """Whether the hook failed after it had recorded its main event, so that the last call is the failed one."""
         if not self.calls or self._noticed or not self._at:
             return False
         last, before = self.calls[-1], self._entries[self._at - 1]
@@ -218,7 +219,7 @@ class _Grouping:
         return event.hook != "record_step" or "LedgerCorrupt" in event.error
 
     def _is_tried_again(self, event: e.HookFailed) -> bool:
-        """Whether the same call records the end of the request in a second attempt."""
+        """Whether the same call records the end of the request in a second attempt, after this failure."""
         follows = self._entries[self._at + 1][1] if self._at + 1 < len(self._entries) else None
         is_end = event.hook == "request_finished" and isinstance(follows, e.RequestFinished)
         return is_end and follows.request_id == event.request_id  # type: ignore[union-attr]

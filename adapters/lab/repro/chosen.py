@@ -1,8 +1,8 @@
 """The connector and the options for running a recorder's log again, as the user of the log chooses them.
 
 A log may come from a stranger. The module and class that it names are code on the reader's machine, and an option can
-be a path, an address or the name of more code. A rerun therefore runs only the connector that its user names or
-accepts, and takes only options from the log that are known to be harmless. This module does not depend on vLLM.
+be a path, an address or the name of more code. A rerun therefore runs only a connector that the user names or accepts,
+and takes from the log only options that are known to be harmless. This module does not depend on vLLM.
 """
 
 from __future__ import annotations
@@ -65,30 +65,30 @@ _IN_PYTHON = ('connector="module:Class"', "run_recorded=True")
 
 @attrs.frozen
 class Chosen:
-    """The user's choice for a recorder's log. Without a choice nothing runs."""
+    """The connector and options that the user chose for a recorder's log. Without a choice, no connector is run."""
 
     connector: str = ""
-    """As "module:Class", or a name that vLLM registers; empty if none was named."""
+    """The connector as "module:Class" or as a name in vLLM's registry; empty if the user named none."""
     extra_config: Mapping[str, Any] = attrs.field(factory=dict)
-    """Key → value of its `kv_connector_extra_config`; overrides the log."""
+    """Key → value of the connector's `kv_connector_extra_config`. Values given here override values in the log."""
     run_recorded: bool = False
-    """Whether to run the module and class that the log names, and those of a `MultiConnector`'s children."""
+    """Whether to run the module and class that the log names for a connector, and for each child of a connector."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was chosen."""
+        """Whether the user chose nothing."""
         return not (self.connector or self.extra_config or self.run_recorded)
 
     def name(self, recorded: Mapping[str, Any]) -> str:
-        """Return the name of the class that runs."""
+        """Return the class name of the connector to run. `recorded` is the recorded connector's configuration."""
         return self.connector.rpartition(":")[2] if self.connector else name_of(recorded)
 
     def transfer(self, recorded: Mapping[str, Any], words: tuple[str, str] = _IN_PYTHON) -> dict[str, Any]:
-        """Return the `--kv-transfer-config` of the connector that runs.
+        """Return the `--kv-transfer-config` of the connector to run.
 
         Args:
-            recorded: that of the recorded connector, from the log.
-            words: how a user names a connector and accepts that of the log, for the message.
+            recorded: the `--kv-transfer-config` of the recorded connector, from the log.
+            words: for messages: how a user names a connector, and how a user accepts the connector in the log.
 
         Raises:
             NotRerunnable: the user has not chosen a connector, or has chosen two.
@@ -98,8 +98,8 @@ class Chosen:
             raise NotRerunnable(f"{by_name} and {by_acceptance} name two connectors; give one of them")
         if not self.connector and not self.run_recorded:
             raise NotRerunnable(
-                f"it names {_named(recorded)}, and kvledger does not run code only because a log names it; name the "
-                f"connector to run with {by_name}, or accept the log's with {by_acceptance}"
+                f"the log names {_named(recorded)}, and kvledger does not run code only because a log names it; name "
+                f"the connector to run with {by_name}, or accept the connector in the log with {by_acceptance}"
             )
         found = _transfer(recorded, accepts_code=self.run_recorded, depth=0)
         if self.connector:
@@ -111,7 +111,7 @@ class Chosen:
         return found
 
     def left_out(self, recorded: Mapping[str, Any]) -> str:
-        """Return the names of recorded options that neither the log nor the user gives to the connector."""
+        """Return the names of recorded options that are not taken from the log and that the user has not given."""
         options = _mapping(recorded.get("kv_connector_extra_config"))
         taken = _options(options, accepts_code=self.run_recorded, depth=0).keys() | self.extra_config.keys()
         names = [_short(str(name)) for name in options if name not in taken]
@@ -119,7 +119,7 @@ class Chosen:
 
 
 def name_of(recorded: Mapping[str, Any]) -> str:
-    """Return the class that a log names, for messages."""
+    """Return the class name of the connector that a log names, for messages."""
     name = recorded.get("kv_connector")
     return _short(name) if isinstance(name, str) and name else "an unnamed connector"
 

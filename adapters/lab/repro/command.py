@@ -1,4 +1,4 @@
-"""`kvledger repro`: writes an incident as a test, and a log next to it."""
+"""`kvledger repro`: writes a test that reproduces an incident, and next to the test the log that it repeats."""
 
 from __future__ import annotations
 
@@ -55,25 +55,28 @@ class Wanted:
         Parameter(
             name=("--output", "-o"),
             metavar="FILE",
-            help="test to write; the log that it repeats is written next to it",
+            help="test file to write; next to it, the command writes the log that the test repeats",
         ),
     ] = Path("test_incident.py")
-    force: Annotated[bool, Parameter(help="replace FILE and the log next to it if they exist")] = False
-    core: Annotated[bool, Parameter(help="run only the core, without vLLM: takes milliseconds")] = False
-    pin: Annotated[bool, Parameter(help="test for the answers that the request got, whatever went wrong")] = False
+    force: Annotated[bool, Parameter(help="replace FILE and the log next to FILE if they exist")] = False
+    core: Annotated[bool, Parameter(help="test only the core. This takes milliseconds and does not need vLLM")] = False
+    pin: Annotated[
+        bool, Parameter(help="instead of an incident, test that the lookups of REQUEST get the recorded answers")
+    ] = False
     connector: Annotated[
         str,
         Parameter(
             group=_OF_RECORDER,
             metavar="MODULE:CLASS",
-            help="connector to run: a class, or a name that vLLM registers",
+            help="connector to run: its class, or its name in vLLM's registry",
         ),
     ] = ""
     run_recorded: Annotated[
         bool,
         Parameter(
             group=_OF_RECORDER,
-            help="run the connector that the log names. This imports its module: only for logs that you trust",
+            help="run the connector that the log names. kvledger then imports a module that the log names, so use this "
+            "option only for logs that you trust",
         ),
     ] = False
     extra_config: Annotated[
@@ -82,21 +85,22 @@ class Wanted:
             json_object,
             "JSON",
             group=_OF_RECORDER,
-            help="keys of its kv_connector_extra_config; paths, addresses and names of code are not taken from the log",
+            help="keys of the connector's kv_connector_extra_config. Give paths, addresses and names of code here if "
+            "the connector needs them: they are not taken from the log",
         ),
     ] = attrs.field(factory=dict)
-    all: Annotated[bool, Parameter(help="keep requests that the test does not need")] = False
+    all: Annotated[bool, Parameter(help="keep all requests, even if the test does not need them")] = False
     no_run: Annotated[bool, Parameter(help="write the test without running it")] = False
 
     @property
     def log_path(self) -> Path:
-        """Return the log next to the test."""
+        """Return the path of the log that is written next to the test."""
         return self.path.with_suffix(".kvlog")
 
     def refuse_contradictions(self) -> None:
-        """Refuse options that do not fit each other."""
+        """Refuse a test file that is not a Python file, and options that exclude each other."""
         if self.path.suffix != ".py":
-            raise CommandFailed(f"{self.path} is not a Python file; name one such as test_incident.py")
+            raise CommandFailed(f"{self.path} is not a Python file; give -o a name that ends in .py")
         if self.connector and self.run_recorded:
             raise CommandFailed("give --connector or --run-recorded, not both")
 
@@ -108,7 +112,7 @@ def run(
     deciding: Deciding = NOTHING_CHOSEN,
     output: Written,
 ) -> ExitCode:
-    """Write a test and its log."""
+    """Write a test and the log that it repeats, and run the test once."""
     wanted.refuse_contradictions()
     log, selection = selected_one(reading, output, deciding.core())
     log_path = wanted.log_path
@@ -119,12 +123,12 @@ def run(
         remedy = (
             f"give the scheduler's log: {scheduler}"
             if scheduler is not None
-            else "its directory has no log of that engine's scheduler: the start failed before the scheduler was "
+            else "there is no scheduler's log of the same engine start: the start failed before the scheduler was "
             "created, so there is no request to run again"
         )
-        raise CommandFailed(f"{log.path} is worker {log.worker_rank}'s log of its calls; {remedy}")
+        raise CommandFailed(f"{log.path} is the log of worker {log.worker_rank}, with that worker's calls; {remedy}")
     if wanted.pin and selection.request_id is None:
-        raise CommandFailed("--pin needs a REQUEST; name the request whose answers the test asserts")
+        raise CommandFailed("--pin needs a REQUEST; name the request whose answers the test is to assert")
     findings = _look(log, selection, output)
     incidents = [found for found in findings.incidents if found.sequence >= selection.first_sequence]
     incident = None if wanted.pin or not incidents else incidents[0]
@@ -142,7 +146,7 @@ def run(
             stack.enter_context(open_target(path, overwrite=wanted.force)).write(content)
     for later in incidents[1:] if incident else ():
         output.remark(
-            f"{later.rule} was broken later, at event {later.sequence}: choose it with --since {later.sequence}"
+            f"{later.rule} was broken later, at event {later.sequence}; for a test of it, use --since {later.sequence}"
         )
     if output.is_json:
         fields = {
@@ -165,11 +169,11 @@ def run(
 
 
 class _Unused(Exception):
-    """Ends the writing of a file before it replaces another one."""
+    """Raised to end the writing of a new file, so that it does not replace an existing one."""
 
 
 def _refuse_target(path: Path, *, overwrite: bool) -> None:
-    """Refuse a file that exists or cannot be written. Leaves no file."""
+    """Refuse a path that exists or cannot be written. The check leaves no file behind."""
     with contextlib.suppress(_Unused), open_target(path, overwrite=overwrite):
         raise _Unused
 
@@ -184,7 +188,7 @@ def _made(
     findings: Findings,
     output: Output,
 ) -> _Written:
-    """Return both files, after running the test once unless the user declined that.
+    """Return the test and its log. Run the test once before, unless the user gave --no-run.
 
     Raises:
         NotRerunnable: a test cannot be written; the message has the reason.
@@ -214,17 +218,18 @@ def _made(
 
 
 def _chosen(recording: Recording, wanted: Wanted, output: Output) -> Chosen:
-    """Return the user's choice for a recorder's log, before any code runs that the log names.
+    """Return which connector and options the user chose for a recorder's log, before any code runs that it names.
 
     Raises:
-        NotRerunnable: nothing was chosen for a recorder's log, or something for a log of kvledger's own connector.
+        NotRerunnable: the log is a recorder's and the user chose no connector, or the log is of kvledger's own
+            connector and the user chose something.
     """
     chosen = Chosen(wanted.connector, wanted.extra_config, wanted.run_recorded)
     if recording.wrapped is None:
         if not chosen.is_empty:
             raise NotRerunnable(
                 "it is a log of kvledger's own connector; leave out --connector, --extra-config and --run-recorded, "
-                "which are for a recorder's log"
+                "which are only for a recorder's log"
             )
         return chosen
     recorded = recording.wrapped.kv_transfer
@@ -232,15 +237,15 @@ def _chosen(recording: Recording, wanted: Wanted, output: Output) -> Chosen:
     left_out = chosen.left_out(recorded)
     if left_out:
         output.remark(
-            f"options not taken from the log, because they may be paths, addresses or code: {left_out}; give those "
-            "that matter with --extra-config"
+            f"these options are not taken from the log, because they may be paths, addresses or code: {left_out}; if "
+            "the connector needs an option, give it with --extra-config"
         )
     return chosen
 
 
 @attrs.frozen
 class _Written:
-    """The generated test and its log, and the results of running the test."""
+    """The generated test and its log, with the results of a run of the test."""
 
     about: Description
     reduced: Reduced
@@ -252,7 +257,7 @@ class _Written:
 
     @property
     def ended(self) -> Ended | None:
-        """How the incident's test ended, or without an incident that of the answers; None if it was not run."""
+        """How the incident's test ended; without an incident, how the test of the answers ended. None if not run."""
         of_incident = [run for run in self.runs if run.name != ANSWERS_TEST or self.about.incident is None]
         ends = {run.ended for run in of_incident}
         return next((ended for ended in (Ended.FAILED, Ended.NOT_RUN, Ended.PASSED) if ended in ends), None)
@@ -270,9 +275,10 @@ def _written(
 def _tried(
     written: _Written, path: Path, log: StoredLog, recording: Recording, events: Sequence[SequencedEvent]
 ) -> _Written:
-    """Run the test as its reader will. If the reduced test passes, write the test with nothing left out.
+    """Run the test in its own process, as a user will. If the reduced test passes, write it with nothing left out.
 
-    Trials of a reduction share modules and classes, whose state can change decisions. The test has its own process.
+    The trials of the reduction ran in this process. They share modules and classes, whose state can change decisions.
+    So the reduced test may pass in its own process.
     """
     runs = _run(written, path)
     written = attrs.evolve(written, runs=runs)
@@ -303,17 +309,17 @@ def _verdict(written: _Written, log: StoredLog) -> tuple[ExitCode, str]:
     if ended is None:
         return ExitCode.SOUND, "the test was not run; run it before you rely on it"
     if ended is Ended.NOT_RUN:
-        return ExitCode.NOT_VERIFIED, f"the test could not be run here: {text}; fix that, or run the test elsewhere"
+        return ExitCode.NOT_VERIFIED, f"the test could not be run here: {text}; fix the cause or run the test elsewhere"
     if ended is Ended.FAILED:
         if is_pin:
             return ExitCode.DIVERGED, f"the test was run once and already fails here: {text}"
         return ExitCode.SOUND, "the test was run once and fails, as it should"
     if is_pin:
         return ExitCode.SOUND, "the test was run once and passes"
-    reason = "the installed code does not have the bug, or the log does not have its cause"
+    reason = "the installed code does not have the bug, or the log does not contain its cause"
     remedy = "run the test with the code that has the bug"
     if not written.about.wrapped and not written.about.handlers and _has_other_handlers(log):
-        reason, remedy = "the engine had other state handlers", "name your own with --handlers"
+        reason, remedy = "the engine had other state handlers", "name these handlers with --handlers"
     return ExitCode.DIVERGED, f"the test was run once and passes, so it does not show the incident: {reason}; {remedy}"
 
 
@@ -331,23 +337,24 @@ def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
     if log.begins_late or not log.num_events:
         reason = f"it begins with event {log.first_sequence}" if log.num_events else "it holds no event"
         message = (
-            f"{log.path}: nothing can be run again: {reason}; give the whole log directory, or a log of which "
-            "retention has deleted nothing"
+            f"{log.path}: nothing can be run again, because {reason}; give the whole log directory, or a log of which "
+            "no segment was deleted"
         )
         has_damage = bool(log.damage) and not log.num_events
         raise CommandFailed(message, ExitCode.DAMAGED if has_damage else ExitCode.NOTHING_CHECKED)
     if selection.first_sequence > log.last_sequence:
         message = (
-            f"{log.path}: nothing can be run again: it ends with event {log.last_sequence}, before the selected part"
+            f"{log.path}: nothing can be run again, because the log ends with event {log.last_sequence}, before the "
+            "selected part"
         )
         raise CommandFailed(message, ExitCode.NOTHING_CHECKED)
     if log.skipped:
-        message = f"{log.path} has events that this kvledger does not know ({', '.join(log.skipped)}); use a newer one"
+        message = f"{log.path} has events that this kvledger cannot read ({', '.join(log.skipped)}); use a newer one"
         raise CommandFailed(message)
     for damage in log.damage:
         output.remark(str(damage))
     if log.trusted_sequence < log.last_sequence:
-        output.remark(f"only events up to {log.trusted_sequence} can be run again; the next ones are missing")
+        output.remark(f"only events up to {log.trusted_sequence} can be run again; the events after it are missing")
     return findings
 
 
@@ -361,23 +368,29 @@ def _nothing(log: StoredLog, selection: Selection, findings: Findings) -> str:
     if others:
         message += f"; something failed for {', '.join(others)}"
     elif findings.others:
-        message += "; something failed that belongs to no request: leave REQUEST out"
+        message += "; something failed that belongs to no single request; for a test of that, leave out REQUEST"
     if findings.has_diverged:
-        message += "; the installed code decides differently from the log, see `kvledger verify`"
-    return f"{message}. To assert the answers that a request got: --pin"
+        message += "; the installed code makes other decisions than the log has, see `kvledger verify`"
+    return f"{message}. To write a test of the answers that a request got, use --pin"
 
 
 def _recorded(
     log: StoredLog, selection: Selection, incident: Trouble | None, output: Output
 ) -> tuple[Recording, list[SequencedEvent]]:
-    """Return everything up to the end of the incident's call, or up to the end of the selected part."""
+    """Return the recording and the events up to the end of the hook call with the incident.
+
+    Without an incident, return them up to the end of the selected part.
+
+    Raises:
+        NotRerunnable: there are too many events, or the call with the incident cannot be repeated.
+    """
     end = selection.last_sequence or log.trusted_sequence
     if incident is not None:
         end = min(end, incident.sequence + _MAX_EVENTS_OF_A_CALL)
     if end > _MAX_EVENTS:
         raise NotRerunnable(
-            f"the incident comes after {end} events, and a test takes at most {_MAX_EVENTS}; give a log that begins "
-            "closer to it, or choose an earlier incident with --until"
+            f"the incident comes after {end} events, but a test can have at most {_MAX_EVENTS}; give a log that begins "
+            "closer to the incident, or choose an earlier incident with --until"
         )
     with output.progress(log, "reading"):
         numbered = with_numbered_keys(log.trusted_events())
@@ -388,8 +401,8 @@ def _recorded(
     lost = next((event for sequence, event in _left_over(recording) if sequence == incident.sequence), None)
     if lost is not None:
         raise NotRerunnable(
-            f"{incident.detail}, in event {incident.sequence}, before kvledger recorded the call, so the call cannot "
-            "be repeated; fix the code where the error was raised"
+            f"{incident.detail} (event {incident.sequence}). This happened before kvledger recorded the call, so the "
+            "call cannot be repeated; fix the code that raised the error"
         )
     end = end_of_call(recording.observations, incident.sequence)
     next_sequence = next((sequence for sequence, _ in recording.observations if sequence > end), events[-1][0] + 1)
@@ -418,9 +431,9 @@ def _reduced(log: StoredLog, recording: Recording, wanted: Wanted, about: Descri
     )
     if is_wrapped and not reduced.recurs and reduced.other_answers:
         raise NotRerunnable(
-            f"{reduced.other_answers[0]}. {about.wrapped} answers from something that no recording has: files of its "
-            "workers, another process, or data of an earlier engine. Record it from its first call, with nothing "
-            "stored; or write the test anyway with --all"
+            f"{reduced.other_answers[0]}. {about.wrapped} answers from data that no recording has: files of its "
+            "workers, another process, or data of an earlier engine. Record the connector from its first call, with "
+            "nothing stored before; or write the test anyway with --all"
         )
     return reduced
 
@@ -435,19 +448,19 @@ def _remarks(log: StoredLog, about: Description, recording: Recording, reduced: 
     if reduced.recurs is False and incident is not None:
         yield (
             f"In a rerun with the installed code, {code} does not fail: the bug is fixed, or its cause is not in the "
-            "log. So kvledger left nothing out."
+            "log. Therefore no request was left out of this test."
             if recording.wrapped is not None
-            else "With this kvledger the core alone does not break the rule: the bug is fixed, or it is in the "
-            "adapter, which translates hook calls. So kvledger left nothing out."
+            else "With this kvledger the core alone does not break the rule: the bug is fixed, or the bug is in the "
+            "adapter, which translates hook calls. Therefore no request was left out of this test."
         )
     elif reduced.num_left_out:
         yield (
-            f"Left out: {plural(reduced.num_left_out, 'request')}; without them {code} still does the same. Event "
-            "numbers in the log next to this file differ from those above."
+            f"Left out: {plural(reduced.num_left_out, 'request')}, without which {code} does the same. The event "
+            "numbers in the log next to this file differ from the event number above."
         )
-    yield "Chunk keys are numbers instead of hashes."
+    yield "Chunk keys are replaced by numbers."
     if recording.wrapped is None and not about.handlers and _has_other_handlers(log):
-        yield "The engine had other state handlers: name your own with --handlers."
+        yield "The engine had other state handlers. Name these handlers with --handlers."
     left_over = [f"event {sequence}, {event.id}" for sequence, event in _left_over(recording)]
     if left_over:
         yield f"The calls of these events cannot be repeated: {_few(left_over)}."

@@ -1,6 +1,6 @@
 """The scheduler side of a real connector without an engine: one method per hook, with plain values.
 
-It must not depend on how a recording is played (`hooks.py`).
+This module must not depend on how a recording is run again (`hooks.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ so their tokens differ here."""
 
 
 class SchedulerHalf:
-    """A connector's scheduler side, its requests and its log."""
+    """The scheduler side of a connector, with its requests and its log."""
 
     def __init__(self, configuration: LedgerConfiguration, core: Core) -> None:
         self.configuration = configuration
@@ -79,7 +79,7 @@ class SchedulerHalf:
         raise NotImplementedError
 
     def take_events(self) -> list[SequencedEvent]:
-        """Commit what is pending, and return the events that the connector wrote since the last call."""
+        """Write the pending events, and return the events that the connector wrote since the previous call."""
         if not self._is_closed:
             self._commit()
         return self._written.take()
@@ -89,7 +89,7 @@ class SchedulerHalf:
     def on_new_request(
         self, request_id: str, token_ids: Sequence[int], *, skips_prefix_cache: bool = False, is_salted: bool = False
     ) -> None:
-        """Create a request with this prompt and call the hook."""
+        """Create a request with the prompt `token_ids`, and call the connector's hook with the request."""
         self.accept(request_id, token_ids, skips_prefix_cache=skips_prefix_cache, is_salted=is_salted)
         self.connector.on_new_request(self.requests[request_id])
 
@@ -101,12 +101,12 @@ class SchedulerHalf:
         return answer
 
     def update_state_after_alloc(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Give blocks to a request: its whole table, flat, in which the groups alternate."""
+        """Give blocks to a request. `block_ids` is its whole block table, in which the groups' blocks alternate."""
         blocks = vllm_objects.kv_cache_blocks(block_ids, len(self.configuration.windows))
         self.connector.update_state_after_alloc(self.requests[request_id], blocks, num_external_tokens)
 
     def build_connector_meta(self, step: Step) -> StepJobs:
-        """Build the metadata of one step and return its jobs."""
+        """Let the connector build the metadata of one step, and return the jobs in it."""
         output = vllm_objects.scheduler_output(step, self.requests, len(self.configuration.windows))
         jobs: StepJobs = self.connector.build_connector_meta(output)
         return jobs
@@ -143,7 +143,7 @@ class SchedulerHalf:
         )
 
     def set_tokens(self, request_id: str, first: int, token_ids: Sequence[int]) -> None:
-        """Replace a request's tokens from `first` on, and hash its blocks again from there as vLLM does."""
+        """Replace a request's tokens from position `first` on, and hash the changed blocks again, as vLLM does."""
         request = self.requests[request_id]
         outputs: list[int] = request._output_token_ids  # noqa: SLF001 -- as vLLM's scheduler cuts a session
         tokens: list[int] = request._all_token_ids  # noqa: SLF001
@@ -165,7 +165,9 @@ class ConnectorUnderTest(SchedulerHalf):
     """A `KVLedgerConnector` without an engine.
 
     Args:
-        configuration: as in the header of a log.
+        configuration: sizes and choices of the engine, as in the header of a log.
+        speculates: whether the engine decodes speculatively.
+        zeroes_new_blocks: whether the workers zero new blocks before the forward pass.
         handlers: your own state handlers, as "module:Class".
     """
 
@@ -204,7 +206,7 @@ class ConnectorUnderTest(SchedulerHalf):
         self.connector.scheduler_side.journal.commit()
 
     def note_reset(self) -> None:
-        """Let vLLM's prefix cache be reset. The next hook notices it."""
+        """Let the connector know that vLLM's prefix cache was reset. The next hook call notices the reset."""
         self.connector.scheduler_side.request_reader.note_reset()
 
     def update_connector_output(
@@ -214,13 +216,13 @@ class ConnectorUnderTest(SchedulerHalf):
         reported: Iterable[int] = (),
         steps: Iterable[e.StepReported] = (),
     ) -> None:
-        """Pass on the output of the workers.
+        """Pass the output of the workers to the connector.
 
         Args:
-            reports: about copies.
-            load_errors: blocks that loads did not fill.
+            reports: reports about copies.
+            load_errors: ids of the blocks that loads did not fill.
             reported: ordinals of the requests whose end the workers report to vLLM.
-            steps: the steps whose output this is.
+            steps: the steps whose output the workers send.
         """
         owed = self.connector.scheduler_side.journal.owed.state
         finished = {owed.ends[ordinal].request_id for ordinal in reported if ordinal in owed.to_report}
@@ -241,14 +243,15 @@ _RECORDERS = {of.__name__: of for of in (KVLedgerRecorder, KVLedgerRecorderHMA)}
 
 
 class WrappedUnderTest(SchedulerHalf):
-    """A recorder around a connector, without an engine, as a log describes them.
+    """A recorder around a connector, without an engine. A log describes both.
 
     Args:
-        configuration: as in the header of the log.
-        wrapped: the recorder and its engine.
-        transfer: the connector's configuration. The connector is imported, so no part may come from a log that
-            `chosen.py` does not let through.
-        handlers: your own state handlers, as "module:Class", for a connector of kvledger's.
+        configuration: sizes and choices of the engine, as in the header of the log.
+        wrapped: facts about the recorder and its engine, from the log.
+        transfer: the connector's configuration. The connector is imported, so the configuration may have only parts of
+            a log that `chosen.py` lets through.
+        handlers: your own state handlers, as "module:Class", if the connector is kvledger's.
+        speculates: whether the engine decodes speculatively.
 
     Raises:
         NotRerunnable: the connector cannot be created here.
@@ -268,7 +271,7 @@ class WrappedUnderTest(SchedulerHalf):
         recorder = _RECORDERS.get(wrapped.recorder)
         if recorder is None:
             raise NotRerunnable(
-                f"{visible(wrapped.recorder)} is not a recorder of this kvledger; use the one that wrote the log"
+                f"{visible(wrapped.recorder)} is not a recorder of this kvledger; use the version that wrote the log"
             )
         try:
             transfer = _kept_in_memory(transfer, handlers)
@@ -304,25 +307,25 @@ class WrappedUnderTest(SchedulerHalf):
             raise_if_unstoppable(error)
             name, reason = visible(str(transfer["kv_connector"])), visible(in_words(error))
             raise NotRerunnable(
-                f"{name} cannot be created here: {reason}; install what it needs, put its module on PYTHONPATH, or "
-                "give the options that are not taken from a log in its extra_config"
+                f"{name} cannot be created here: {reason}; install what the connector needs, put its module on "
+                "PYTHONPATH, or give options that are not taken from a log in extra_config"
             ) from error
         self._refuse_blocks(self.connector.wrapped)
         store = self.connector.recording.log.log.store
         self._written = Written(store, EventDecoder(self.core, store.header))
 
     def _refuse_blocks(self, wrapped: Any) -> None:  # noqa: ANN401 -- any connector
-        """Refuse a connector that gets vLLM's own blocks and keeps and frees them: there are none here.
+        """Refuse a connector that keeps and frees vLLM's own blocks, because a rerun has no such blocks.
 
-        (`kv_connector/v1/base.py`, bind_gpu_block_pool, 0.32).
+        vLLM gives its blocks to a connector in `bind_gpu_block_pool` (`kv_connector/v1/base.py`, 0.32).
         """
         children = getattr(wrapped, "_connectors", ())
         for child in children:
             self._refuse_blocks(child)
         if not children and "bind_gpu_block_pool" in vars(type(wrapped)):
             raise NotRerunnable(
-                f"{type(wrapped).__name__} works on vLLM's own blocks, which no recording has; run it on the simulated "
-                "engine, with the world's seed (kvledger.adapters.lab.simulation)"
+                f"{type(wrapped).__name__} works on vLLM's own blocks, which no recording has; run the connector on "
+                "the simulated engine, with the seed of the world (kvledger.adapters.lab.simulation)"
             )
 
     def _commit(self) -> None:
@@ -331,12 +334,12 @@ class WrappedUnderTest(SchedulerHalf):
     def workers_report(
         self, reported: WorkersReported, completed: Iterable[str], ends: tuple[ReportedBy, ...] = ()
     ) -> None:
-        """Pass on what the workers reported.
+        """Pass the reports of the workers to the connector.
 
         Args:
-            reported: requests and blocks.
-            completed: copies that they completed, by their names in this rerun.
-            ends: the same requests, by the connector that reported them.
+            reported: the requests and blocks that the workers reported.
+            completed: names, in this rerun, of the copies that the workers completed.
+            ends: the same requests again, for each connector whose worker reported them.
         """
         by_all = dict.fromkeys(completed, self._num_ranks)
         output = vllm_objects.workers_output(reported, by_all, self.connector.wrapped)
@@ -347,11 +350,12 @@ class WrappedUnderTest(SchedulerHalf):
 def _kept_in_memory(transfer: Mapping[str, Any], handlers: Sequence[str]) -> dict[str, Any]:
     """Return the configuration with these handlers, and with kvledger's logs in memory unless the user sets `log_dir`.
 
-    Each class is looked up and refused if it is not a connector, because `MultiConnector` would call any class.
+    Each class that the configuration names is looked up, and refused if it is not a connector. `MultiConnector` would
+    call any class.
 
     Raises:
         ConfigurationError: a class is not a connector, or vLLM refuses its configuration.
-        Exception: whatever importing a class raises.
+        Exception: any error that the import of a class raises.
     """
     found: type[Any] = wrapped_class(accepted(transfer))
     options = dict(transfer.get("kv_connector_extra_config") or {})

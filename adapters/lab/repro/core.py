@@ -1,6 +1,6 @@
-"""Runs a recording again on the core alone: gives its observations to a `Ledger`, in milliseconds, without vLLM.
+"""Runs a recording again on the core alone: gives its observations to a `Ledger`, without vLLM and in milliseconds.
 
-It runs decisions and projections. `hooks.py` runs the adapter, too.
+This rerun covers decisions and projections. The rerun of `hooks.py` also covers the adapter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CoreRun(Run):
                 self._answered(made.request_id, sequence, None)
 
     def _delivered(self, recorded: e.EffectsDelivered) -> e.EffectsDelivered | None:
-        """Return what this ledger has to deliver when the recorded one delivered."""
+        """Return what this ledger delivers in place of a recorded delivery. None if it has nothing to deliver."""
         if not to_vllm(recorded):
             return effects_delivered(self._ledger.ready(Channel.WORKERS))
         ready = self._ledger.ready(Channel.VLLM)
@@ -89,7 +89,7 @@ class CoreRun(Run):
         return event
 
     def _computing_more(self, step: e.StepScheduled) -> e.StepScheduled:
-        """Return the step with the tokens added that requests compute because they were not loaded."""
+        """Return the step with additional tokens: those that requests compute because the rerun did not load them."""
         advanced = []
         num_scheduled_tokens = step.num_scheduled_tokens
         starts: dict[int, int] = {}

@@ -1,7 +1,8 @@
 """Runs a recording again on the real connector: makes every recorded hook call, with vLLM's own objects.
 
-The connector reads more of a request than it records. The rest is derived: tokens from chunk keys, tokens in flight
-from settled ones, the batch of a step from the step's event and the requests that it need not name.
+The connector reads more of a request than it records. The missing state is derived: token ids from chunk keys, tokens
+in flight from settled tokens, and the batch of a step from the step's event and the steady requests, which the event
+leaves out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _UNRECORDED = "unrecorded request"
 
 
 class HookRun(Run):
-    """Calls the hooks of any connector."""
+    """Runs a recording again by calling the hooks of a connector, of any class."""
 
     def __init__(self, recording: Recording, connector: SchedulerHalf, *, is_async: bool) -> None:
         super().__init__(recording, connector.core)
@@ -57,7 +58,7 @@ class HookRun(Run):
         return goes_on
 
     def _calls_hook(self, make: Callable[[HookCall, Any], object], call: HookCall) -> bool:
-        """Call the hook; return whether the engine goes on."""
+        """Call the hook. Return whether the engine continues after the call."""
         raise NotImplementedError
 
     def _take(self, call: HookCall, events: Sequence[tuple[int, e.Event]]) -> None:
@@ -127,7 +128,10 @@ class HookRun(Run):
         self._record.stepped(main, scheduled)
 
     def _in_order(self, step: e.StepScheduled, scheduled: Sequence[ScheduledTokens]) -> list[ScheduledRequest]:
-        """Return requests in vLLM's order: new, running, resumed (model runner V2: resumed ones among the new)."""
+        """Return the scheduled requests in vLLM's order: new, running, resumed.
+
+        Model runner V2 lists resumed requests among the new requests.
+        """
         num_new = 0
         while num_new < len(scheduled) and scheduled[num_new].incarnation.is_admitted:
             num_new += 1
@@ -156,7 +160,7 @@ class HookRun(Run):
         return tuple(block_id for incarnation in incarnations for block_id in incarnation.block_ids)
 
     def _before_step(self) -> None:
-        """Make the calls that precede a step but were not recorded."""
+        """Make calls that are not in the recording, but that must come before a step."""
 
     def _output(self, call: HookCall, main: Any) -> None:  # noqa: ANN401 -- of several kinds
         raise NotImplementedError
@@ -178,7 +182,7 @@ class HookRun(Run):
         self._connector.connector.reset_cache()
 
     def _known(self, call: HookCall, num_tokens: int) -> Incarnation:
-        """Return the request that a call is about; create it if its arrival is not in the log."""
+        """Return the request that a call is about. If the log does not have its arrival, create the request."""
         incarnation = self._live.incarnation(call.request_id)
         if incarnation is None:
             incarnation = self._record.arrived(e.RequestArrived(call.request_id, -call.sequence, num_tokens, 0))
@@ -187,7 +191,7 @@ class HookRun(Run):
 
 
 class LedgerRun(HookRun):
-    """Calls kvledger's own connector, whose engine goes on whatever happens in a hook."""
+    """Calls the hooks of kvledger's own connector. If a hook fails, the engine continues."""
 
     def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
         connector = ConnectorUnderTest(
@@ -209,7 +213,7 @@ class LedgerRun(HookRun):
         return True
 
     def _take(self, call: HookCall, events: Sequence[tuple[int, e.Event]]) -> None:
-        """Take what the call wrote, and match its jobs and deliveries to the recorded ones."""
+        """Take the events that the call wrote, and match their jobs and deliveries to those of the recording."""
         super()._take(call, events)
         waiting = list(call.observed)
         recorded: dict[int, int] = {}
@@ -244,7 +248,10 @@ class LedgerRun(HookRun):
 
 
 def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], otherwise: int) -> int:
-    """Return the sequence number of the recorded observation that `event` repeats; remove it from `waiting`."""
+    """Return the sequence number of the recorded observation that `event` repeats, and remove it from `waiting`.
+
+    Return `otherwise` if `event` repeats none of them.
+    """
     request_id = getattr(event, "request_id", "")
     for place, (sequence, recorded) in enumerate(waiting):
         if type(recorded) is type(event) and getattr(recorded, "request_id", "") == request_id:

@@ -1,6 +1,6 @@
-"""Finds what went wrong in a log, for one request or for any.
+"""Finds what went wrong in a log, for one request or for all requests.
 
-It depends on rules and events, and not on how a test is written.
+This module depends on rules and events, and not on how a test is written.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from kvledger.lifecycle import events as e
 
 @attrs.define
 class Findings:
-    """All that is wrong with a log."""
+    """Everything that was found to be wrong in a log."""
 
     incidents: list[Trouble] = attrs.field(factory=list)
-    """The first breach of each rule that concerns the wanted request."""
+    """For each rule, the first breach that concerns the chosen request, or any request if none was chosen."""
     others: Counter[str] = attrs.field(factory=Counter)
-    """Request id → number of other breaches; the empty id has those that belong to no request."""
+    """Request id → number of breaches that do not concern the chosen request; the empty id: those of no request."""
     first_breaches: dict[str, int] = attrs.field(factory=dict)
-    """Rule → sequence number of the event at which any request broke it first."""
+    """Rule → sequence number of the event at which the rule was first broken, for any request."""
     is_known: bool = False
-    """Whether the wanted request is in the log."""
+    """Whether the chosen request is in the log. True if no request was chosen."""
     has_diverged: bool = False
-    """Whether today's code decides differently than the log."""
+    """Whether today's code makes other decisions than the log has, or cannot fold the log."""
 
 
 def find_incidents(
     configuration: LedgerConfiguration, events: Iterable[SequencedEvent], request_id: str | None, core: Core
 ) -> Findings:
-    """Audit a log and find the breaches that concern a request; None: all."""
+    """Audit a log, and find the breaches that concern the request `request_id`. None: find all breaches."""
     watch = Watch(configuration, core)
     findings = Findings(is_known=request_id is None)
     holding: set[str] = set()
@@ -58,7 +58,7 @@ def find_incidents(
 
 
 def _concerns(request_id: str, trouble: Trouble, event: e.Event | None, holding: set[str]) -> bool:
-    """Whether a breach concerns a request. A failure in a step concerns every request that holds blocks."""
+    """Whether a breach concerns a request. A failed hook without a request concerns each request that holds blocks."""
     if trouble.request_id:
         return trouble.request_id == request_id
     if isinstance(event, e.HookFailed):

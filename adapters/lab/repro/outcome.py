@@ -1,6 +1,6 @@
-"""The result of a rerun: the events of the code under test, audited, with the recorded calls that they belong to.
+"""The result of a rerun: the audited events that the code under test wrote, with the recorded call of each event.
 
-It depends on events and rules, and not on how the events were made.
+This module depends on events and rules, and not on how the events were made.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NEVER_EXCUSED = frozenset({HOOK_FAILED, UNFOLDABLE, Rule.HANDLER_RAISED.value})
 
 @attrs.frozen
 class Trouble:
-    """A broken rule, in a log or in a rerun of one."""
+    """One breach of a rule, in a log or in the rerun of a log."""
 
     rule: str
     sequence: int
-    """Sequence number of the event in the log; in a rerun, of the recorded observation whose call broke the rule."""
+    """Sequence number of the event in the log. In a rerun, of the recorded observation whose call broke the rule."""
     request_id: str
-    """Empty if it belongs to no single request."""
+    """Id of the request that the breach concerns; empty if it concerns no single request."""
     detail: str
     hook: str = ""
-    """The hook that was called, in a rerun."""
+    """In a rerun, the hook whose call broke the rule; empty for a log."""
 
     def __str__(self) -> str:
         request = f" for {self.request_id}" if self.request_id else ""
@@ -45,9 +45,9 @@ class Trouble:
 
 
 class Watch:
-    """An audit that, if a log cannot be folded any more, goes on with the failures that the log itself names.
+    """An audit of a log. After an event that cannot be folded, it only collects failures that the log itself names.
 
-    A log that buggy code wrote may not fold with that code, and its decisions may not come out the same.
+    If buggy code wrote a log, the same code may be unable to fold the log, or may make other decisions.
     """
 
     def __init__(self, configuration: LedgerConfiguration, core: Core) -> None:
@@ -55,7 +55,7 @@ class Watch:
         self.audit = Audit(core, configuration, keeps=self._look_at)
 
     def take(self, events: Sequence[SequencedEvent]) -> list[Trouble]:
-        """Return what is wrong with one call's events."""
+        """Audit the events of one call, and return the breaches that were found."""
         was_foldable = self.audit.unfoldable is None
         self.audit.take_frame(events)
         unfoldable = self.audit.unfoldable
@@ -75,7 +75,7 @@ class Watch:
         return self.new()
 
     def new(self) -> list[Trouble]:
-        """Return what the audit has found since the last call."""
+        """Return the breaches that the audit has found since the previous call of this method."""
         new, self._found = self._found, []
         return new
 
@@ -92,7 +92,7 @@ RECENT_BYTES = 1 << 22
 
 
 class Written:
-    """Reads the new events of a log, as a reader of the log sees them."""
+    """Reads and decodes the new events of a log, as any reader of the log does."""
 
     def __init__(self, store: EventStore, decoder: EventDecoder) -> None:
         self._store = store
@@ -100,10 +100,10 @@ class Written:
         self._next_sequence = 1
 
     def take(self) -> list[SequencedEvent]:
-        """Return the events since the last call.
+        """Return the events that were written since the previous call of this method.
 
         Raises:
-            NotRerunnable: the recorded calls make the code under test write an event that no log may hold.
+            NotRerunnable: because of the recorded calls, the code under test wrote an event that no log can contain.
         """
         try:
             events = [
@@ -113,7 +113,7 @@ class Written:
                 if sequence >= self._next_sequence
             ]
         except CodecError as error:
-            raise NotRerunnable(f"its calls lead to an event that a log cannot contain: {error}") from error
+            raise NotRerunnable(f"the recorded calls lead to an event that a log cannot contain: {error}") from error
         if events:
             self._next_sequence = events[-1][0] + 1
         return events
@@ -121,7 +121,7 @@ class Written:
 
 @attrs.define
 class Rerun:
-    """Gathers events call by call. `events` have the sequence numbers of the new log."""
+    """Collects and audits the events of a rerun, call by call. `events` have sequence numbers of the rerun's log."""
 
     configuration: LedgerConfiguration
     core: Core = attrs.field(factory=Core.standard)
@@ -129,7 +129,7 @@ class Rerun:
     events: list[SequencedEvent] = attrs.field(factory=list, init=False)
     troubles: list[Trouble] = attrs.field(factory=list, init=False)
     left_out: list[str] = attrs.field(factory=list, init=False)
-    """What could not be run again, as text."""
+    """Recorded events whose calls could not be made again, as text."""
     other_answers: list[str] = attrs.field(factory=list, init=False)
     """Lookups that were answered differently than recorded, as text."""
     _watch: Watch = attrs.field(init=False)
@@ -144,7 +144,7 @@ class Rerun:
         self._add(self._watch.take(made), hook, recorded_sequence)
 
     def finish(self, hook: str, recorded_sequence: int) -> None:
-        """End the audit, which now finds missing decisions."""
+        """End the audit. At its end, the audit also finds decisions that are missing."""
         self._watch.audit.finish()
         self._add(self._watch.new(), hook, recorded_sequence)
 
@@ -152,14 +152,14 @@ class Rerun:
         self.troubles += [attrs.evolve(trouble, hook=hook, sequence=recorded_sequence) for trouble in troubles]
 
     def trouble(self, rule: str, *, besides: Collection[str] = ()) -> str:
-        """Return the breach of this rule or of one in `NEVER_EXCUSED`; empty if there is none.
+        """Return in words the breach of `rule` or of a rule in `NEVER_EXCUSED`; empty if there is none.
 
-        Other rules are ignored. If the code decides differently now, the rest of the recording is a reaction to other
-        decisions and may break them.
+        Breaches of other rules are ignored. If the code now makes other decisions, the rest of the recording does not
+        fit these decisions, and may break such rules.
 
         Args:
             rule: the rule that the incident broke.
-            besides: rules of `NEVER_EXCUSED` that the recorded log broke, too.
+            besides: rules of `NEVER_EXCUSED` to ignore, because the recorded log broke them, too.
         """
         never = NEVER_EXCUSED.difference(besides)
         found = [trouble for trouble in self.troubles if trouble.rule == rule or trouble.rule in never]

@@ -1,12 +1,14 @@
-"""Reads from a log what an incident needs: observations, and the facts about decisions that later ones refer to.
+"""Reads from a log what a rerun needs: observations, and facts about decisions to which later observations refer.
 
-It depends on events only, including the recorder's. It leaves out the decisions: the code under test makes its own.
+This module depends on events only, including the recorder's events. It leaves out the decisions, because the code under
+test makes its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -33,14 +35,14 @@ JOB_ISSUED = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
 
 
 class NotRerunnable(ValueError):
-    """A log, or a part of one, that cannot be run again; the message has the reason."""
+    """A log, or a part of a log, cannot be run again. The message has the reason."""
 
 
 class Job(NamedTuple):
     """Why a copy was issued."""
 
     cause: int
-    """Sequence number of the observation that led to it."""
+    """Sequence number of the observation because of which the copy was issued."""
     request_id: str
     ordinal: int
 
@@ -52,18 +54,18 @@ class Recording:
     configuration: LedgerConfiguration
     observations: tuple[SequencedEvent, ...]
     jobs: Mapping[int, Job] = attrs.field(factory=dict)
-    """Job id → why it was issued. In a rerun, ids differ if it decides differently or if requests were left out."""
+    """Job id → why the job was issued. A rerun gives jobs other ids if it decides otherwise or leaves requests out."""
     answers: Mapping[int, int | None] = attrs.field(factory=dict)
-    """Sequence number of a lookup → tokens answered; None: ask again. A lookup that is missing here got no tokens."""
+    """Sequence number of a lookup → tokens in the answer; None: a deferral. A missing lookup got 0 tokens."""
     wrapped: RecordingStarted | None = None
-    """The connector inside the recorder, and its engine; None if the log is kvledger's own."""
+    """Facts about the recorded connector and its engine; None if kvledger's own connector wrote the log."""
     copies: Mapping[str, tuple[str, bool, int]] = attrs.field(factory=dict)
-    """Name of a copy that a wrapped connector's workers completed → (request, whether it is a load, number of such
-    copies of the request before it). Names change if other requests are left out."""
+    """Name of a copy that the workers of a wrapped connector completed → (request id, whether the copy is a load,
+    number of earlier copies of that kind for the request). A copy's name changes if other requests are left out."""
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine decoded speculatively: a step scheduled several tokens and went beyond the known ones."""
+        """Whether the engine decoded speculatively: a step scheduled several tokens of a request, and not all known."""
         return any(
             scheduled > 1 and computed + scheduled > known
             for _, event in self.observations
@@ -73,7 +75,7 @@ class Recording:
 
     @property
     def zeroes_new_blocks(self) -> bool:
-        """Whether the worker zeroed new blocks before the forward. Every preemption and end records it."""
+        """Whether the workers zeroed new blocks before the forward pass. Every preemption and end records this."""
         return any(
             event.blocks_zeroed
             for _, event in self.observations
@@ -86,7 +88,7 @@ def read_recording(path: Path) -> Recording:
 
     Raises:
         NotRerunnable: the log is damaged.
-        CommandFailed: it cannot be read.
+        CommandFailed: the log cannot be read.
     """
     log = open_log(path)
     recording = record(log.configuration, log.trusted_events())
@@ -100,7 +102,7 @@ _MAX_TOKENS = 1 << 23
 
 
 def _check_tokens(events: Iterable[SequencedEvent]) -> None:
-    """Refuse a recording with more tokens than can be created; a log may contain any number."""
+    """Refuse a recording whose requests have too many tokens for a rerun. A log may contain any number of tokens."""
     num_tokens: dict[object, int] = {}
     num_all_tokens = 0
     ordinals: dict[str, int] = {}
@@ -120,8 +122,8 @@ def _check_tokens(events: Iterable[SequencedEvent]) -> None:
                 num_all_tokens += num_more
         if num_all_tokens > _MAX_TOKENS:
             raise NotRerunnable(
-                f"its requests have more than {_MAX_TOKENS:,} tokens by event {sequence}, and a rerun creates all of "
-                "them; give a log with fewer or shorter requests, or choose an earlier incident with --until"
+                f"the requests have more than {_MAX_TOKENS:,} tokens by event {sequence}, and a rerun creates every "
+                "token; give a log with fewer or shorter requests, or choose an earlier incident with --until"
             )
 
 
@@ -130,10 +132,10 @@ _DONE_AGAIN = (e.EffectsDelivered, e.ExtensionObserved, e.HookFailed, e.LogNote,
 
 
 def record(configuration: LedgerConfiguration, events: Iterable[SequencedEvent]) -> Recording:
-    """Return the recording of a log's events, which include decisions and are in order and without a gap.
+    """Return the recording of a log's events. The events must include the decisions, be in order, and have no gap.
 
     Raises:
-        NotRerunnable: a recorder's log lacks what the workers did, or the requests have too many tokens.
+        NotRerunnable: a recorder's log does not show what the workers did, or the requests have too many tokens.
     """
     events = list(events)
     _check_tokens(events)
@@ -171,7 +173,11 @@ def record(configuration: LedgerConfiguration, events: Iterable[SequencedEvent])
 
 
 def _is_of_workers(sequence: int, event: e.Event) -> bool:
-    """Whether a recorder's event quotes the workers, which a rerun does not have."""
+    """Whether a recorder's event repeats a report of the workers. A rerun needs such events, because it has no workers.
+
+    Raises:
+        NotRerunnable: the workers' reports cannot be repeated from this log.
+    """
     if isinstance(event, e.LogNote) and event.text.startswith(CHILD):
         raise NotRerunnable(
             "the recorder was inside MultiConnector, so its log includes the reports of the other children; wrap "
@@ -180,20 +186,29 @@ def _is_of_workers(sequence: int, event: e.Event) -> bool:
     reported = reported_by_workers(event)
     if reported is not None and reported.unread:
         raise NotRerunnable(
-            f"the workers' report in event {sequence} has no decoder: {reported.unread}; add one to "
-            "kvledger.adapters.recorder.decoders, and the reverse to kvledger.adapters.lab.repro.vllm_objects"
+            f"the workers' report in event {sequence} has no decoder: {reported.unread}; add a decoder to "
+            "kvledger.adapters.recorder.decoders, and an encoder to kvledger.adapters.lab.repro.vllm_objects"
         )
     return reported is not None or ends_of_connector(event) is not None or bool(ended_transfers(event))
 
 
 def changed(event: _Event, **fields: object) -> _Event:
-    """Return the event with other values in some fields."""
+    """Return a copy of the event with the given values in these fields."""
     return msgspec.structs.replace(event, **fields)
 
 
 def of_jobs(report: e.TransferReported, names: Mapping[int, int]) -> e.TransferReported | None:
-    """Return the report of these jobs, under the ids that they have now; None if it has none of them."""
-    pairs = zip(report.job_ids, report.num_bytes, strict=True)
+    """Return the part of a report that is about the jobs in `names`, with their ids in the rerun.
+
+    Args:
+        report: a report of the recording.
+        names: id of a job in the recording → its id in the rerun.
+
+    Returns:
+        The part of the report; None if the report is about none of these jobs.
+    """
+    sizes = chain(report.num_bytes, repeat(0))  # a damaged report may have too few or too many
+    pairs = zip(report.job_ids, sizes, strict=False)
     kept = [(names[job_id], num_bytes) for job_id, num_bytes in pairs if job_id in names]
     if not kept:
         return None
@@ -202,7 +217,7 @@ def of_jobs(report: e.TransferReported, names: Mapping[int, int]) -> e.TransferR
 
 
 def ended_transfers(event: e.Event) -> tuple[str, ...]:
-    """Return the copies that a recorder's event reports as completed."""
+    """Return the names of the copies that a recorder's event reports as completed."""
     ended = _payload(event, TransfersEnded)
     return () if ended is None else ended.jobs
 
@@ -213,12 +228,12 @@ def reported_by_workers(event: e.Event) -> WorkersReported | None:
 
 
 def ends_of_connector(event: e.Event) -> ReportedBy | None:
-    """Return the ends that one connector's worker reported, in a recorder's event; None for any other event."""
+    """Return a report of one connector's worker about copies that ended. None if the event is not such a report."""
     return _payload(event, ReportedBy)
 
 
 def transferred(event: e.Event) -> tuple[str, Transferred] | None:
-    """Return (request, copy) if the event is about a copy of a wrapped connector."""
+    """Return (request id, copy) if the event is about a copy of a wrapped connector; otherwise None."""
     copy = _payload(event, Transferred)
     if copy is not None and isinstance(event, e.ExtensionObserved):
         return event.request_id, copy

@@ -1,7 +1,8 @@
-"""Leaves out of a recording the requests, and then the hook calls, that an incident does not need.
+"""Reduces a recording: leaves out the requests, and then the hook calls, that an incident does not need.
 
-It uses delta debugging: each trial runs the rest again. The rest must fail with the same message, break no other rule
-than the whole recording does, get the recorded answers, and be possible for vLLM's scheduler.
+This is delta debugging. Each trial leaves something out and runs the rest again. The rest must fail with the same
+message, break no other rule than the whole recording does, get the recorded answers, and be possible for vLLM's
+scheduler.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ _Item = TypeVar("_Item")
 
 @attrs.frozen
 class Reduced:
-    """The rest of a recording, and what is known about it."""
+    """A reduced recording, and what the trials have shown about it."""
 
     events: Sequence[SequencedEvent] | None
-    """The events that the rest wrote in a rerun, which fail again; None if the recording was not reduced."""
+    """Events that the reduced recording wrote in a rerun, and that fail again; None if it was not reduced."""
     recurs: bool | None
-    """Whether the installed code fails again, or without an incident answers as recorded; None: not tried."""
+    """Whether the incident occurs again with the installed code. None if this was not tried.
+
+    Without an incident, whether the lookups get the recorded answers again.
+    """
     num_left_out: int = 0
     """Number of requests that were left out."""
     other_answers: Sequence[str] = ()
@@ -46,11 +50,11 @@ def reduce(
     """Reduce a recording that ends with an incident.
 
     Args:
-        recording: up to the incident.
-        run: runs a recording again.
-        rule: the broken rule; empty if only the answers must stay.
-        request_id: the request that stays; empty for none in particular.
-        leaves_out_calls: whether single hook calls are left out, too.
+        recording: the recording up to the incident.
+        run: function that runs a recording again.
+        rule: the broken rule; empty if there is no incident and only the answers must stay equal.
+        request_id: the request that must not be left out; empty if any request may be left out.
+        leaves_out_calls: whether to leave out single hook calls, too.
     """
     whole = run(recording)
     wanted = _wrong(whole, rule, request_id)
@@ -96,10 +100,10 @@ def reduce(
 
 
 def minimal(items: Sequence[_Item], holds: Callable[[Sequence[_Item]], bool]) -> Sequence[_Item]:
-    """Return a part of the items, in their order, for which `holds` is true and none of which can be left out.
+    """Leave out items as long as `holds` is true of the remaining items, and return these in their order.
 
-    `holds` must be true of all items. This is Zeller's ddmin without its first half: it only tries the complements of
-    smaller and smaller parts.
+    `holds` must be true of the whole list. This is Zeller's ddmin without its first half: it tries to leave out smaller
+    and smaller parts, and never tries such a part alone.
     """
     kept, size = list(items), len(items)
     while size:
@@ -115,7 +119,10 @@ def minimal(items: Sequence[_Item], holds: Callable[[Sequence[_Item]], bool]) ->
 
 
 def _wrong(outcome: Rerun, rule: str, request_id: str) -> set[tuple[str, str]]:
-    """Return (rule, detail) of each breach of the rule, without the numbers of copies and blocks."""
+    """Return (rule, detail) of each breach of the rule. Except for failed hooks, numbers are removed from the detail.
+
+    The numbers of copies and blocks may change when something is left out.
+    """
     return {
         (trouble.rule, _NUMBER.sub("", trouble.detail) if rule != HOOK_FAILED else trouble.detail)
         for trouble in outcome.troubles
@@ -128,10 +135,10 @@ def _arrivals(recording: Recording) -> Iterable[e.RequestArrived]:
 
 
 def restrict(recording: Recording, kept: Collection[int]) -> Recording:
-    """Return the recording of these requests alone; `kept` has their ordinals.
+    """Return the recording with some requests only. `kept` has the ordinals of these requests.
 
-    From the first arrival on, steps stay even if none of these requests is in them, because silence is counted in
-    steps.
+    Steps after the first arrival stay even if none of these requests is in them, because kvledger counts in steps how
+    long it has heard nothing of a copy.
     """
     observations: list[SequencedEvent] = []
     ordinals: dict[str, int] = {}
@@ -158,7 +165,7 @@ def restrict(recording: Recording, kept: Collection[int]) -> Recording:
 
 
 def _from_first_arrival(observations: list[SequencedEvent]) -> Iterable[SequencedEvent]:
-    """Drop what comes before the first arrival, and count steps from 0, as an engine does."""
+    """Drop the observations before the first arrival, and number the steps from 0, as an engine does."""
     left = itertools.dropwhile(lambda entry: not isinstance(entry[1], e.RequestArrived), observations)
     first_step: int | None = None
     for sequence, event in left:

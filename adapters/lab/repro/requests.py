@@ -1,10 +1,12 @@
-"""Gives the requests that the connector reads the state that they had when a recorded call read them.
+"""Before each call, sets the state of the requests: the state that the connector read in the recorded call.
 
-A hook reads more of a request than it records. This module derives it: tokens from chunk keys, known tokens and tokens
-in flight from settled ones, the rest from what the scheduler must have known.
+A hook reads more of a request than it records. This module derives the missing state. Token ids come from chunk keys,
+the numbers of known tokens and of tokens in flight from settled tokens. All other state comes from what the scheduler
+must have known.
 
-A key identifies a chunk and everything before it, so the tokens of a chunk are drawn from its key. Equal keys give
-equal tokens and so equal block hashes. The new keys differ from the recorded ones, but map to them one to one.
+A key identifies a chunk and everything before the chunk, so the tokens of a chunk are drawn from its key. Equal keys
+give equal tokens and therefore equal block hashes. The keys in the rerun differ from the recorded keys, but correspond
+to them one to one.
 """
 
 from __future__ import annotations
@@ -32,33 +34,33 @@ class LiveRequests:
         self._connector = connector
         self._record = record
         self._ahead = recording.wrapped is not None
-        """Whether a request has its keys from the start: a recorder notices them later than the connector inside it."""
+        """Whether a request has all its keys when it arrives. The recorded connector reads keys before the recorder."""
         self._keys_of_turns = _keys_of_turns(recording)
         self._rewritten: dict[int, int] = {}
         """Ordinal → first chunk whose tokens have changed since they were last written."""
 
     def incarnation(self, request_id: str) -> Incarnation | None:
-        """Return the life of a request that the connector knows."""
+        """Return the current life of a request id. None if the connector does not know the request."""
         return self._record.get(request_id) if request_id in self._requests else None
 
     def request(self, incarnation: Incarnation) -> Request:
-        """Return vLLM's own object."""
+        """Return vLLM's own `Request` object for a life."""
         return self._requests[incarnation.request_id]
 
     def prompt(self, incarnation: Incarnation) -> list[int]:
-        """Return the tokens of a request that arrives, from the keys that are observed later."""
+        """Return the prompt of a request that arrives. Its tokens are drawn from keys that the log has later."""
         keys = self._keys_of_turn(incarnation)
         if self._ahead:
             incarnation.keys = keys
         return token_ids(str(incarnation.ordinal), keys, range(incarnation.num_prompt_tokens), self._chunk_size)
 
     def _keys_of_turn(self, incarnation: Incarnation) -> list[bytes]:
-        """Return, as a new list, all keys that are observed until the request's next turn."""
+        """Return a new list of the keys that were observed in one turn. The next call is about the next turn."""
         turns = self._keys_of_turns.get(incarnation.ordinal)
         return list(turns.pop(0)) if turns else []
 
     def notice(self, call: HookCall) -> None:
-        """Apply the keys and preemptions that the call noticed."""
+        """Apply the chunk keys and the preemptions that a hook call noticed."""
         for event in call.noticed(e.ChunkKeysObserved):
             incarnation = self._record.get(event.request_id)
             if incarnation is not None and not self._ahead:
@@ -70,7 +72,7 @@ class LiveRequests:
                 self._preempt(incarnation, preemption)
 
     def next_turn(self, incarnation: Incarnation, event: e.SessionContinued) -> None:
-        """Continue a streaming session. Keys after the cut belong to the new turn, as the call noticed them."""
+        """Begin the next turn of a streaming session. Keys after the cut stay: the call noticed them for this turn."""
         keys = self._keys_of_turn(incarnation) if self._ahead else incarnation.keys[:]
         self._record.continued(incarnation, event, self._chunk_size)
         incarnation.keys = keys
@@ -81,7 +83,7 @@ class LiveRequests:
         self.write_tokens(incarnation, event.num_tokens)
 
     def take_back(self, rollbacks: Iterable[e.TokensRolledBack]) -> None:
-        """Take back tokens, as vLLM does after a failed load."""
+        """Reduce the numbers of computed tokens, as vLLM does after a failed load."""
         rolled_back = {event.request_id: event.num_computed_tokens for event in rollbacks}
         for incarnation in self._record:
             if incarnation.request_id in rolled_back:
@@ -92,7 +94,12 @@ class LiveRequests:
                 )
 
     def prepare(self, part: ScheduledTokens, settled: e.SettledTokens | None) -> None:
-        """Set the state for a step; `settled` is what the step recorded of settled tokens, if it did."""
+        """Set the state of one request for a step.
+
+        Args:
+            part: the request's part of the step.
+            settled: the settled tokens that the step recorded for the request; None if it recorded none.
+        """
         incarnation, request = part.incarnation, self.request(part.incarnation)
         request.num_computed_tokens = part.num_computed_tokens
         request.num_in_flight_tokens = self._record.num_tokens_in_flight(incarnation)
@@ -104,7 +111,7 @@ class LiveRequests:
         self.write_tokens(incarnation, estimated if part.num_tokens is None else part.num_tokens)
 
     def end(self, incarnation: Incarnation, event: e.RequestFinished) -> None:
-        """Set the state at the end of a request."""
+        """Set the state that a request has at its end."""
         request = self.request(incarnation)
         self.write_tokens(incarnation, event.num_tokens)
         request.num_in_flight_tokens = 0 if self._speculates else self._record.num_tokens_in_flight(incarnation)
@@ -115,7 +122,7 @@ class LiveRequests:
             request.num_computed_tokens = event.num_computed_tokens
 
     def write_tokens(self, incarnation: Incarnation, num_tokens: int) -> None:
-        """Give a request this many tokens: those of the chunks with known keys, then arbitrary ones."""
+        """Give a request `num_tokens` tokens. Chunks with a known key get the key's tokens, others arbitrary tokens."""
         request = self.request(incarnation)
         first = min(
             num_tokens, request.num_tokens, self._rewritten.pop(incarnation.ordinal, num_tokens) * self._chunk_size
@@ -142,7 +149,7 @@ class LiveRequests:
         self.write_tokens(incarnation, event.num_tokens)
 
     def _as_keyed(self, incarnation: Incarnation, num_tokens: int) -> int:
-        """Limit the number of tokens to what agrees with the chunks whose keys are known."""
+        """Return the number of tokens, limited so that the whole chunks are exactly those with a known key."""
         if self._ahead:
             return num_tokens
         least = len(incarnation.keys) * self._chunk_size
@@ -150,7 +157,7 @@ class LiveRequests:
 
 
 def _keys_of_turns(recording: Recording) -> dict[int, list[list[bytes]]]:
-    """Return ordinal → for each turn of its session, the keys that were observed until the next turn."""
+    """Return ordinal → for each turn of the request's session, the keys that were observed until the next turn."""
     ordinals: dict[str, int] = {}
     found: dict[int, list[list[bytes]]] = {}
     for _, event in recording.observations:

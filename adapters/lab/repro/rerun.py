@@ -22,13 +22,13 @@ def rerun(
     extra_config: Mapping[str, Any] | None = None,
     run_recorded: bool = False,
 ) -> Rerun:
-    """Make the recorded hook calls again, on kvledger's connector or on the one that a recorder wrapped.
+    """Make the recorded hook calls again, on kvledger's connector or on a connector that a recorder wrapped.
 
-    A recorder's log names its connector, which is code. It runs only if the caller names it, too, or accepts what the
-    log names. Paths, addresses and other names of code are never taken from a log.
+    A recorder's log names the connector, which is code. This code runs only if the caller names the connector, too, or
+    accepts the name in the log. Paths, addresses and other names of code are never taken from a log.
 
     Args:
-        recording: the recording, or the log that has it.
+        recording: the recording, or the path of the log that has it.
         handlers: your own state handlers, as "module:Class", if the engine had any.
         connector: for a recorder's log, the connector to call: "module:Class", or a name that vLLM registers.
         extra_config: keys of that connector's `kv_connector_extra_config`, which override those of the log.
@@ -49,13 +49,13 @@ def rerun(
         return WrappedRun(recording, recording.wrapped, chosen, handlers).run()
     if not chosen.is_empty:
         raise NotRerunnable(
-            "the log is of kvledger's own connector; leave out connector, extra_config and run_recorded, which are for "
-            "a recorder's log"
+            "the log is of kvledger's own connector; leave out connector, extra_config and run_recorded, which are "
+            "only for a recorder's log"
         )
     return LedgerRun(recording, handlers).run()
 
 
 def rerun_core(recording: Recording | Path, *, handlers: Sequence[str] = ()) -> Rerun:
-    """Give the recorded observations to a new ledger; for `recording` and `handlers` see `rerun`."""
+    """Give the recorded observations to a new ledger, without vLLM. For `recording` and `handlers` see `rerun`."""
     recording = recording if isinstance(recording, Recording) else read_recording(recording)
     return CoreRun(recording, composed_core(handlers)).run()

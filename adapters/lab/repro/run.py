@@ -1,11 +1,11 @@
-"""Makes recorded calls again, one by one, even if the code under test decides differently than the recorded code.
+"""Makes recorded calls again, one by one, even if the code under test makes other decisions than the recorded code.
 
-The recorded scheduler and workers reacted to other decisions, so the recording is adapted:
-- After a smaller answer, the scheduler loads less.
-- Reports go to the jobs that were issued for the same reason.
-- A job that is no longer issued is not reported; a new job is reported as done.
+The recorded scheduler and workers reacted to the recorded decisions, so this module adapts the recording:
+- If a lookup now gets a smaller answer, the scheduler loads fewer tokens.
+- A report about a recorded job goes to the new job that was issued for the same reason.
+- A recorded job that is not issued now is not reported. A job that is only issued now is reported as done.
 
-It depends on events and a recording only.
+This module depends on events and a recording only.
 """
 
 from __future__ import annotations
@@ -48,13 +48,19 @@ class Run:
         return self._outcome
 
     def _make(self, call: HookCall) -> bool:
-        """Make a call and take what it wrote; return whether the engine goes on."""
+        """Make a call and take the events that it wrote. Return whether the engine continues after the call."""
         raise NotImplementedError
 
     # --- different decisions ----------------------------------------------------------------------
 
     def _answered(self, request_id: str, sequence: int, num_external_tokens: int | None) -> None:
-        """Note how the lookup with this recorded sequence number was answered now; None: ask again."""
+        """Record the answer that a lookup got in this rerun.
+
+        Args:
+            request_id: the request that was looked up.
+            sequence: sequence number of the lookup in the recording.
+            num_external_tokens: tokens in the answer; None: a deferral.
+        """
         recorded = self._recording.answers.get(sequence, 0)
         if num_external_tokens != recorded:
             self._outcome.other_answers.append(
@@ -63,11 +69,16 @@ class Run:
         self._shortfall[request_id] = max(0, (recorded or 0) - (num_external_tokens or 0))
 
     def _loadable(self, event: e.BlocksAllocated) -> int:
-        """Return how many of the recorded external tokens the scheduler can load."""
+        """Return how many of the tokens that the recorded scheduler loaded can be loaded in this rerun."""
         return max(0, event.num_external_tokens - self._shortfall.pop(event.request_id, 0))
 
     def _issued(self, job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, recorded_cause: int) -> None:
-        """Match a job that was issued after the observation with this recorded sequence number."""
+        """Match a job of this rerun to a recorded job that was issued for the same reason.
+
+        Args:
+            job: the decision that issued the job.
+            recorded_cause: sequence number, in the recording, of the observation because of which it was issued.
+        """
         waiting = self._waiting.get((recorded_cause, job.request_id))
         if waiting:
             self._present[waiting.pop(0)] = job.job_id
@@ -75,19 +86,19 @@ class Run:
             self._unrecorded.append(job.job_id)
 
     def _job(self, recorded_job_id: int) -> int | None:
-        """Return the id that a recorded job has now; None if it was not issued."""
+        """Return the id that a recorded job has in this rerun; None if this rerun did not issue it."""
         if recorded_job_id not in self._recording.jobs:
             return recorded_job_id  # not issued in the recording, either
         return self._present.get(recorded_job_id)
 
     def _of_present_jobs(self, report: e.TransferReported) -> e.TransferReported | None:
-        """Return the report with the ids that its jobs have now; None if none of them was issued."""
+        """Return the report with the ids that its jobs have in this rerun; None if this rerun issued none of them."""
         present = {job_id: self._job(job_id) for job_id in report.job_ids}
         left = of_jobs(report, {job_id: now for job_id, now in present.items() if now is not None})
         return None if left is None else changed(left, moments=self._present_moments(report))
 
     def _present_moments(self, report: e.TransferReported) -> tuple[int, ...]:
-        """Return when the copy begins and ends in this rerun; empty if that is not known."""
+        """Return when the reported copy begins and ends in this rerun; empty if this is not known."""
         moments = CopyMoments.of_fields(report.moments)
         if moments is None:
             return ()
@@ -95,9 +106,9 @@ class Run:
         return CopyMoments(began, ended).as_fields() if began.delivered and ended.delivered else ()
 
     def _present_output(self, step: e.StepReported) -> e.StepReported | None:
-        """Return the output of the step that replaces the recorded one; None if there is none.
+        """Return the report about the step that replaces the recorded step; None if no step replaces it.
 
-        Jobs that are not in the recording are reported later, see `_overdue_reports`.
+        Jobs that are not in the recording count as still being copied. `_overdue_reports` reports them later.
         """
         delivered = self._deliveries.get(step.delivered)
         if delivered is None:
@@ -106,7 +117,7 @@ class Run:
         return changed(step, delivered=delivered, under_way=(*under_way, *self._overdue, *self._unrecorded))
 
     def _overdue_reports(self, time_ns: int) -> list[e.TransferReported]:
-        """Return reports of jobs that are not in the recording: they are done one step after they were issued."""
+        """Return reports about jobs that are not in the recording. Such a job is done one step after it was issued."""
         ranks = range(self._recording.configuration.num_ranks)
         reports = [e.TransferReported.by(ranks, job_id, time_ns) for job_id in self._overdue]
         self._overdue, self._unrecorded = self._unrecorded, []

@@ -1,8 +1,8 @@
-"""Runs a written test once in its own process, and returns how it ended.
+"""Runs a generated test once, in a process of its own, and returns how the test ended.
 
-Modules and classes of the user's handlers have no state there from earlier trials. The process imports from the same
-places as this one. The test's folder is not one of them, because a log and the files around it may come from a
-stranger. This module must not depend on what the test is about.
+In a new process, modules and classes of the user's handlers have no state from earlier trials. The new process imports
+from the same folders as this process. The test's folder is not one of them, because a log and the files around it may
+come from a stranger. This module must not depend on what the test is about.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Ended(enum.StrEnum):
     FAILED = "failed"
     """An assertion failed."""
     NOT_RUN = "not_run"
-    """Something else was raised, or the process died. The result is not known."""
+    """The test raised another error, or its process died. So it is not known whether the test passes or fails."""
 
 
 @attrs.frozen
 class TestRun:
-    """One test function's result."""
+    """The result of one test function."""
 
     __test__ = False  # pytest takes a class of this name for a test
 
@@ -50,7 +50,7 @@ class TestRun:
 
 
 def run_once(test: Path) -> list[TestRun]:
-    """Run every test function of a file."""
+    """Run every test function of a file in one new process, and return the results."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         # A relative entry is for a hook of this process. There it would be a folder below the working directory.
@@ -66,12 +66,16 @@ def run_once(test: Path) -> list[TestRun]:
         if result.exists():
             return [TestRun(name, Ended(ended), text) for name, ended, text in json.loads(result.read_text())]
     last = finished.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    text = f"its process ended with {finished.returncode}{f': {shortened(last, _MAX_TEXT)}' if last else ''}"
+    text = f"its process ended with exit code {finished.returncode}{f': {shortened(last, _MAX_TEXT)}' if last else ''}"
     return [TestRun(test.stem, Ended.NOT_RUN, text)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the file in the child process, and write the results."""
+    """Run the test functions of a file, and write the results to another file. Called in the new process.
+
+    Args:
+        arguments: the path of the test and the path for the results; None: those of the command line.
+    """
     test, result = map(Path, sys.argv[1:] if arguments is None else arguments)
     try:
         functions = {name: each for name, each in runpy.run_path(str(test)).items() if name.startswith("test_")}

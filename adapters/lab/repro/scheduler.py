@@ -1,7 +1,7 @@
-"""From what the connector observed, reconstructs what vLLM's scheduler must have known about its requests.
+"""Reconstructs from the observations of a connector what vLLM's scheduler must have known about its requests.
 
-No event states how many tokens a request has at a moment between two events, or how many of them are in flight. This
-module estimates both, and raises an estimate when an event shows more. It works on events only.
+No event states how many tokens a request has between two events, or how many of these tokens are in flight. This module
+estimates both numbers, and raises an estimate if an event shows more tokens. It works on events only.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ class Incarnation:
     ordinal: int
     num_prompt_tokens: int
     num_tokens: int
-    """Tokens of prompt and output, as last observed."""
+    """Number of tokens of prompt and output in the latest event that states it."""
     keys: list[bytes] = attrs.field(factory=list)
     block_ids: list[int] = attrs.field(factory=list)
     num_preemptions: int = 0
     was_scheduled: bool = False
     is_admitted: bool = False
-    """Whether blocks were given and no step has computed on them yet."""
+    """Whether the request got blocks, and no step has computed tokens in these blocks yet."""
     last_step: int = -1
     num_tokens_of_last_step: int = 0
     num_local_tokens: int = 0
-    """Tokens of the local prefix hit in its last lookup."""
+    """Tokens that vLLM's own prefix cache had for the request at its last lookup."""
     num_tokens_at_start: int = 0
-    """Local and external tokens, after which its next step begins if it got blocks since the last one."""
+    """Tokens from vLLM's own cache and from the connector.
+
+    If the request got blocks after its last step, its next step begins after these tokens.
+    """
     num_missing_tokens: int = 0
-    """Tokens that were loaded in the recording and not now, because the code under test answered fewer."""
+    """Tokens that the recorded engine loaded and the rerun does not, because the lookup in the rerun found fewer."""
 
 
 @attrs.frozen
@@ -47,12 +50,12 @@ class ScheduledTokens:
     num_computed_tokens: int
     num_scheduled_tokens: int
     num_tokens: int | None
-    """Known tokens; None if the step does not record them."""
+    """Number of known tokens of the request; None if the step's event does not record it."""
     new_block_ids: tuple[int, ...]
 
 
 class SchedulerModel:
-    """Folds observations. Read it before you call a hook, and update it afterwards."""
+    """The scheduler's state, folded from observations. Read it before a hook call, and fold the call afterwards."""
 
     def __init__(self, *, is_async: bool) -> None:
         self._is_async = is_async
@@ -66,7 +69,7 @@ class SchedulerModel:
         return iter(self._by_id.values())
 
     def get(self, request_id: str) -> Incarnation | None:
-        """Return the life of an id that has not ended."""
+        """Return the life of a request id that has not ended; None if there is no such life."""
         return self._by_id.get(request_id)
 
     def fold(self, event: e.Event, chunk_size: int) -> None:
@@ -91,7 +94,7 @@ class SchedulerModel:
             self.finished(incarnation)
 
     def by_ordinal(self, ordinal: int) -> Incarnation | None:
-        """Return the life with this ordinal."""
+        """Return the life with this ordinal; None if there is none."""
         return self._by_ordinal.get(ordinal)
 
     def arrived(self, event: e.RequestArrived) -> Incarnation:
@@ -127,7 +130,7 @@ class SchedulerModel:
         self._computed.set(incarnation.ordinal, num_computed_tokens)
 
     def allocated(self, incarnation: Incarnation, event: e.BlocksAllocated) -> None:
-        """Replace the whole table."""
+        """Replace the request's whole block table."""
         start = incarnation.num_local_tokens + event.num_external_tokens
         # A request that waited for its load gets blocks a second time, without anything to load.
         incarnation.num_tokens_at_start = (
@@ -145,7 +148,7 @@ class SchedulerModel:
             del self._by_id[incarnation.request_id]
 
     def scheduled(self, event: e.StepScheduled) -> list[ScheduledTokens]:
-        """Return all requests of a step: those that it names, then expected ones in vLLM's order."""
+        """Return all requests of a step: the ones that the event names, then the steady requests in vLLM's order."""
         extended = dict(event.extended)
         found = []
         named = set()
@@ -163,11 +166,11 @@ class SchedulerModel:
         return found
 
     def paused(self, event: e.StepScheduled) -> list[Incarnation]:
-        """Return the requests that were expected in the step and are not in it."""
+        """Return the steady requests that are missing in this step, as the event records."""
         return [incarnation for ordinal in event.paused if (incarnation := self._by_ordinal.get(ordinal)) is not None]
 
     def in_running_order(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
-        """Order running requests as vLLM lists them, and those that the step names as the step does."""
+        """Return the running requests in vLLM's order. Those that the step's event names are in the event's order."""
         places = {ordinal: place for place, ordinal in enumerate(self._running)}
         ordered = sorted(scheduled, key=lambda part: places.get(part.incarnation.ordinal, len(places)))
         ordered = _in_order_of(ordered, [part for part in scheduled if part.num_tokens is not None])
@@ -200,17 +203,21 @@ class SchedulerModel:
             self._running.setdefault(incarnation.ordinal, incarnation)
 
     def num_computed_tokens(self, incarnation: Incarnation) -> int:
-        """Return the tokens that are computed or in flight after the last step."""
+        """Return the number of a request's tokens that are computed or in flight after the latest step."""
         return self._computed.count(incarnation.ordinal)
 
     def num_tokens_in_flight(self, incarnation: Incarnation) -> int:
-        """Return the tokens of the last step if its output is not known yet."""
+        """Return how many tokens the latest step scheduled for a request, if that step is in flight; otherwise 0."""
         if not self._is_async or incarnation.last_step != self._computed.num_steps:
             return 0
         return incarnation.num_tokens_of_last_step
 
     def num_known_tokens(self, incarnation: Incarnation) -> int:
-        """Return the tokens of prompt and output. Without an event: computed ones plus 1, or plus 0 if asynchronous."""
+        """Return the number of tokens of prompt and output.
+
+        If no event states more tokens, this is the number of computed tokens. Without asynchronous scheduling, a
+        request that was scheduled has one token more.
+        """
         return max(
             incarnation.num_tokens,
             self.num_computed_tokens(incarnation) + (0 if self._is_async else 1) * incarnation.was_scheduled,
@@ -224,9 +231,10 @@ def _in_order_of(ordered: list[ScheduledTokens], some: list[ScheduledTokens]) ->
 
 
 def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> bool:
-    """Whether steps were scheduled before the output of the last one was known.
+    """Whether the engine scheduled steps before the output of the previous step was known.
 
-    If so, a step computes after all known tokens, and a chunk is known to be settled one step after it was filled.
+    In such an engine, a step computes tokens after all known tokens, and a chunk is settled one step after it was
+    filled.
     """
     record = SchedulerModel(is_async=False)
     for _, event in observations:
@@ -247,9 +255,10 @@ def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> 
 
 
 def could_be_scheduled(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> bool:
-    """Whether vLLM could make each call after those before it.
+    """Whether vLLM could make the calls of these observations in this order.
 
-    Tokens must come from steps and loads, and blocks after a lookup. The rules of the core check the rest.
+    Computed tokens must come from steps and loads, and a request must be looked up before it gets blocks. The rules of
+    the core check everything else.
     """
     record = SchedulerModel(is_async=False)
     looked_up: set[int] = set()
@@ -266,7 +275,7 @@ def could_be_scheduled(observations: Sequence[tuple[int, e.Event]], chunk_size: 
 
 
 def _is_possible(record: SchedulerModel, looked_up: set[int], event: e.RequestEvent) -> bool:
-    """Whether this can happen to the request now. Notes in `looked_up` what can happen next."""
+    """Whether the event can happen to its request now. Keeps in `looked_up` which requests may get blocks."""
     incarnation = record.get(event.request_id)
     if incarnation is None:
         return isinstance(event, e.RequestArrived)
@@ -285,7 +294,10 @@ def _is_possible(record: SchedulerModel, looked_up: set[int], event: e.RequestEv
 
 
 def _goes_on(record: SchedulerModel, ordinal: int, num_computed_tokens: int) -> bool:
-    """Whether a step can continue there. If a whole prompt was loaded, its last token is computed again."""
+    """Whether a step can begin with the request's token `num_computed_tokens`.
+
+    If a whole prompt was loaded, a step computes its last token again.
+    """
     incarnation = record.by_ordinal(ordinal)
     if incarnation is None or not incarnation.block_ids:
         return False

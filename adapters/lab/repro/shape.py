@@ -1,7 +1,7 @@
-"""Checks that a written test has its imports, the log, one or two tests, and no other code.
+"""Checks that a generated file has its imports, the path of its log, one or two tests, and no other code.
 
-The texts in a test come from a log, which may come from a stranger. `write.py` escapes them, and this module checks the
-result with Python's own parser. It must not depend on what the texts are.
+The file quotes texts of a log, which may come from a stranger. `write.py` escapes these texts, and this module checks
+the result with Python's own parser. This module must not depend on what the texts are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ RUN_IN_DOCSTRINGS = (">>>", "```")
 
 
 def wrong_part(content: bytes, run: str, names: Sequence[str]) -> str:
-    """Return which part of a test file is not as it should be; empty if every part is."""
+    """Return in words what is wrong with a generated file; empty if nothing is wrong.
+
+    Args:
+        content: the content of the file.
+        run: the function that each test must call.
+        names: the names of the tests.
+    """
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -24,11 +30,11 @@ def wrong_part(content: bytes, run: str, names: Sequence[str]) -> str:
     if not _is_docstring(docstring):
         return "it does not begin with a docstring, or the docstring has code that other tools run"
     if [ast.dump(statement) for statement in head] != [ast.dump(ast.parse(line).body[0]) for line in expected]:
-        return "the docstring is not followed by its imports and its log"
+        return "the docstring is not followed by the imports and the path of the log"
     if [test.name if isinstance(test, ast.FunctionDef) else "" for test in tests] != list(names):
-        return f"its log is not followed by the tests {', '.join(names)} alone"
+        return f"the path of the log is not followed by exactly these tests: {', '.join(names)}"
     return next(
-        (f"{name} has other code" for name, test in zip(names, tests, strict=True) if not _is_test(test, run)),
+        (f"the test {name} has other code" for name, test in zip(names, tests, strict=True) if not _is_test(test, run)),
         "",
     )
 
@@ -53,7 +59,7 @@ def _is_docstring(statements: Sequence[ast.stmt]) -> bool:
 
 
 def _is_test(test: ast.stmt, run: str) -> bool:
-    """Whether a function has no arguments, no decorators, and a body that a test may have."""
+    """Whether a statement is a function without arguments and decorators whose body is one of `_ASSERTIONS`."""
     if not isinstance(test, ast.FunctionDef) or not _is_docstring(test.body[:1]):
         return False
     signature = ast.parse(f"def {test.name}() -> None: ...").body[0]
@@ -65,13 +71,13 @@ def _is_test(test: ast.stmt, run: str) -> bool:
 
 
 class _Abstract(ast.NodeTransformer):
-    """Replaces a rerun of LOG with literal arguments by CALL, and other arguments that are literals by LITERAL."""
+    """Replaces a rerun of LOG whose other arguments are literals by CALL, and literals in other calls by LITERAL."""
 
     def __init__(self, run: str) -> None:
         self._run = run
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Replace a rerun, or the arguments of any other call."""
+        """Replace a call that is a rerun of LOG. In any other call, replace the arguments that are literals."""
         match node:
             case ast.Call(ast.Name(name), [ast.Name("LOG")], keywords) if name == self._run:
                 if all(keyword.arg and _is_literal(keyword.value) for keyword in keywords):

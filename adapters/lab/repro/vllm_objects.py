@@ -1,4 +1,4 @@
-"""Builds vLLM's own objects from plain values, as the hooks receive them.
+"""Builds vLLM's own objects, which the hooks receive, from plain values.
 
 Checked against vLLM 0.32.0, like `adapters/vllm/versions.py`.
 """
@@ -31,33 +31,39 @@ class ScheduledRequest:
     num_scheduled_tokens: int
     new_block_ids: tuple[int, ...] = ()
     is_new: bool = False
-    """Whether the step lists it among the new requests, as model runner V2 does with resumed ones, too."""
+    """Whether the step lists this request among the new requests. Model runner V2 lists resumed requests there, too."""
     is_resumed: bool = False
-    """Whether it is a cached request whose table replaces the old one (model runner V1)."""
+    """Whether the step lists this request among the cached requests, with a table that replaces its old block table.
+
+    Model runner V1 lists resumed requests in this way.
+    """
 
 
 @attrs.frozen
 class Step:
-    """The step that `build_connector_meta` gets."""
+    """One step, as plain values: the content of the `SchedulerOutput` that `build_connector_meta` gets."""
 
     scheduled: Sequence[ScheduledRequest] = ()
     preempted_request_ids: frozenset[str] = frozenset()
     block_tables: dict[str, Sequence[int]] = attrs.field(factory=dict)
-    """Request id → the scheduler's own table, for each scheduled request."""
+    """Request id → the scheduler's block table of this request, for each scheduled request."""
     zeroed_block_ids: tuple[int, ...] = ()
     ended_request_ids: frozenset[str] = frozenset()
-    """Requests that ended since the step before."""
+    """Ids of the requests that have ended since the previous step."""
     admitted_request_ids: tuple[str, ...] = ()
-    """In the order in which they got blocks. vLLM counts their tokens after those of running requests."""
+    """Ids of the requests that have got blocks since the previous step, in the order in which they got them.
+
+    vLLM lists their tokens after the tokens of running requests.
+    """
 
 
 def tables(block_ids: Sequence[int], num_groups: int) -> tuple[list[int], ...]:
-    """Split a flat table, in which the groups alternate, into the tables of the groups."""
+    """Split a flat block table, in which the blocks of the groups alternate, into one table per group."""
     return tuple(list(block_ids[group::num_groups]) for group in range(num_groups))
 
 
 def kv_cache_blocks(block_ids: Sequence[int], num_groups: int) -> KVCacheBlocks:
-    """Return the blocks as the scheduler passes them on when it allocates."""
+    """Return the blocks in the form in which the scheduler passes allocated blocks to a connector."""
     return KVCacheBlocks(
         tuple(
             [KVCacheBlock(block_id, is_null=not block_id) for block_id in table]
@@ -85,7 +91,7 @@ def job_reports(report: e.TransferReported) -> list[JobReport]:
 
 
 def step_reports(steps: Iterable[e.StepReported]) -> tuple[StepReport, ...]:
-    """Return each rank's report about the steps whose output it sends."""
+    """Return one report for each step and each rank that sent the output of this step."""
     return tuple(StepReport(step.delivered, rank, step.under_way) for step in steps for rank in step.ranks)
 
 
@@ -96,7 +102,7 @@ def connector_output(
     finished_recving: set[str],
     steps: tuple[StepReport, ...] = (),
 ) -> KVConnectorOutput:
-    """Return the workers' output of a step."""
+    """Return the output of a step that the workers send to kvledger's own connector."""
     return KVConnectorOutput(
         finished_sending=finished_sending or None,
         finished_recving=finished_recving or None,
@@ -106,12 +112,12 @@ def connector_output(
 
 
 def workers_output(reported: WorkersReported, completed: Mapping[str, int], connector: object) -> KVConnectorOutput:
-    """Return the workers' output of a step, for a wrapped connector.
+    """Return the output of a step that the workers send to a wrapped connector.
 
     Args:
-        reported: requests and blocks.
-        completed: copy, as the recorder's decoders name it → number of workers that completed it.
-        connector: the receiver; its children get their own copies.
+        reported: the requests and blocks that the workers reported.
+        completed: name of a copy, as the recorder's decoders name copies → number of workers that completed the copy.
+        connector: the connector that gets the output. Each of its children gets only its own copies.
     """
     return KVConnectorOutput(
         finished_sending=set(reported.finished_sending) or None,
@@ -123,9 +129,9 @@ def workers_output(reported: WorkersReported, completed: Mapping[str, int], conn
 
 
 def _worker_metadata(completed: Mapping[str, int], children: Sequence[object]) -> KVConnectorWorkerMetadata | None:
-    """Return workers' metadata about copies that the recorder's decoders named.
+    """Return the workers' metadata about completed copies, with the names that the recorder's decoders gave them.
 
-    A connector that gets the ends of its copies only by `finished_sending` and `finished_recving` needs none.
+    None without such copies. Some connectors learn only from `finished_sending` and `finished_recving` that copies end.
     """
     if not completed:
         return None
@@ -144,7 +150,7 @@ def _worker_metadata(completed: Mapping[str, int], children: Sequence[object]) -
 
 
 def scheduler_output(step: Step, requests: Mapping[str, Request], num_groups: int) -> SchedulerOutput:
-    """Return one step as the scheduler describes it."""
+    """Return the step as vLLM's `SchedulerOutput`."""
     new = [part for part in step.scheduled if part.is_new]
     cached = [part for part in step.scheduled if not part.is_new]
     places = {request_id: place for place, request_id in enumerate(step.admitted_request_ids)}

@@ -1,7 +1,7 @@
 """Makes the recorded calls of a wrapped connector again, on a new connector inside a recorder.
 
-The recorder writes what the connector answers now, so the new log is read and judged as the recorded one. There are no
-workers: their reports are part of the recording.
+The recorder writes what the connector answers now. The new log is read and judged in the same way as the recorded log.
+The rerun has no workers: their reports are part of the recording.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIELDS_OF_ENDS = ("finished_sending", "finished_recving", "failed_recving")
 
 
 class WrappedRun(HookRun):
-    """Plays what vLLM and the workers did. If the connector raises, the rerun ends, as the engine did."""
+    """Repeats what vLLM and the workers did. If the connector raises an error, the rerun ends, as an engine would."""
 
     def __init__(
         self, recording: Recording, wrapped: RecordingStarted, chosen: Chosen, handlers: Sequence[str] = ()
@@ -87,12 +87,12 @@ class WrappedRun(HookRun):
         self._wrapped.workers_report(self._of_arrived(reported), self._completed(call), ends)
 
     def _of_arrived(self, reported: _Ends) -> _Ends:
-        """Return the report without requests that were left out."""
+        """Return the report without the requests that are left out of the recording."""
         kept = [tuple(each for each in ids if each in self._arrived) for ids in _ends(reported)]
         return msgspec.structs.replace(reported, **dict(zip(_FIELDS_OF_ENDS, kept, strict=True)))
 
     def _completed(self, call: HookCall) -> list[str]:
-        """Return the names that the completed copies have now, without copies that are no longer made."""
+        """Return the names that the completed copies have in the rerun, without copies that the rerun did not make."""
         copies = self._recording.copies
         ended = [job for _, event in call.observed for job in ended_transfers(event)]
         names = [self._now.get(copies[job]) if job in copies else job for job in ended]

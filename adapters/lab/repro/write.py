@@ -1,4 +1,4 @@
-"""Writes an incident as two files: a short test, and the log of the recording that the test runs again.
+"""Writes an incident as two files: a short test, and a log with the recording that the test runs again.
 
 The test has the formatter's layout, so you can add it to a test suite as it is.
 """
@@ -45,28 +45,28 @@ class Description:
     """What a test asserts, and the facts for its docstring."""
 
     incident: Trouble | None
-    """None if only the answers are asserted."""
+    """The incident that the test repeats; None if the test asserts only the answers."""
     request_id: str
     excused: Collection[str]
-    """Rules of `NEVER_EXCUSED` that the log had broken by then."""
+    """Rules of `NEVER_EXCUSED` that the log broke before the incident. The test ignores them."""
     wrapped: str
     """Class of the connector that runs for a recorder's log; empty if the log is kvledger's own."""
     chosen: Chosen
-    """The user's choice of that connector."""
+    """The user's choice of the connector and its options."""
     on_core: bool
-    """Whether the core alone gets the observations, instead of hook calls on the connector."""
+    """Whether the test gives the observations to the core alone, instead of calling the hooks of the connector."""
     handlers: Sequence[str]
     """State handlers of the engine, as "module:Class"."""
     origin: str
-    """The versions that wrote the log."""
+    """The versions of kvledger and vLLM that wrote the log."""
     command: str
     remarks: Sequence[str]
 
 
 def with_numbered_keys(events: Iterable[SequencedEvent]) -> Iterator[SequencedEvent]:
-    """Yield the events with numbers instead of chunk keys, in the order in which keys appear; equal keys stay equal.
+    """Yield the events with numbers in place of chunk keys. Equal keys get equal numbers, in the order of appearance.
 
-    A key is a hash of tokens. With the salt, a reader of the test could search for a prompt.
+    A key is a hash of tokens. A reader of the test who knows the hash's salt could test guesses of a prompt.
     """
     numbers: dict[bytes, bytes] = {}
 
@@ -92,7 +92,7 @@ def log_bytes(
     header: Mapping[str, object],
     events: Iterable[SequencedEvent],
 ) -> bytes:
-    """Return a log of one segment. Its header keeps when, and with which vLLM, the recorded log was opened."""
+    """Return the bytes of a log of one segment. Its header keeps the recorded log's opening time and vLLM version."""
     kept = {name: header[name] for name in _KEPT_OF_HEADER if name in header}
     with tempfile.TemporaryDirectory() as folder:
         store = SegmentEventStore.create(
@@ -106,13 +106,13 @@ def log_bytes(
 
 
 def test_source(about: Description) -> bytes:
-    """Return the test file. The log belongs next to it, under the same name with `.kvlog`.
+    """Return the content of the test file. The log must be next to that file, under the same name with `.kvlog`.
 
-    Everything in `about` may come from a stranger's log. It gets into the file only as a literal or in a docstring, and
-    the file is parsed to check that none of it is code.
+    All texts in `about` may come from a stranger's log. They get into the file only as literals or in docstrings. The
+    file is parsed, to check that no such text is code.
 
     Raises:
-        NotRerunnable: the file is not as it should be, which is a bug in kvledger.
+        NotRerunnable: the file has other code than it should have, which is a bug in kvledger.
     """
     run = "rerun_core" if about.on_core else "rerun"
     tests, names = [], []
@@ -128,7 +128,7 @@ def test_source(about: Description) -> bytes:
         names.append(ANSWERS_TEST)
         tests.append(
             f"def {ANSWERS_TEST}() -> None:\n"
-            f'    """Each of them, from the installed {_quotable(about.wrapped) or "kvledger"}."""\n'
+            f'    """Lookups get the recorded answers from the installed {_quotable(about.wrapped) or "kvledger"}."""\n'
             + _assertion(about, run, "other_answers", "")
         )
     source = (
@@ -140,8 +140,8 @@ def test_source(about: Description) -> bytes:
     wrong = wrong_part(content, run, names)
     if wrong:
         raise NotRerunnable(
-            f"the test generated from it is malformed ({wrong}), so kvledger neither wrote nor ran it; this is a bug "
-            "in kvledger: please report it, with the log if you may share it"
+            f"the test generated from the log is malformed ({wrong}), so kvledger neither wrote nor ran the test; this "
+            "is a bug in kvledger: please report the bug, with the log if you may share the log"
         )
     return content
 
@@ -161,7 +161,7 @@ def _assertion(about: Description, run: str, asked: str, name: str) -> str:
 
 
 def literal(value: object, indent: int = 0) -> str:
-    """Return the source of a JSON value or a tuple of texts, over several lines if one is too short."""
+    """Return the source of a JSON value or a tuple of texts. With `indent`, long source is split into several lines."""
     if isinstance(value, str):
         return _text(value)
     if not isinstance(value, Mapping | list | tuple):
@@ -192,10 +192,10 @@ def _docstring(about: Description) -> str:
     else:
         rule, of = _short(about.incident.rule), _short(about.incident.request_id)
         what = ("made a hook fail" if rule == HOOK_FAILED else f"broke {rule}") + (f" for {of}" if of else "")
-        paragraphs = [f"Repeats what {what} at event {about.incident.sequence}.", about.incident.detail]
+        paragraphs = [f"Repeats the calls that {what} at event {about.incident.sequence}.", about.incident.detail]
     paragraphs.append(
         f"The test {calls} as recorded in the log next to this file, which comes from {_short(about.origin)}. The log "
-        "includes what vLLM and the workers did, so a bug of theirs stays. Both files were written by:"
+        "includes what vLLM and the workers did. If they had a bug, the test repeats it. Both files were written by:"
     )
     filled = [textwrap.fill(_quotable(text), _WIDTH, break_long_words=False) for text in (*paragraphs, *about.remarks)]
     command = textwrap.indent(
@@ -212,7 +212,7 @@ def _short(text: str) -> str:
 
 
 def _name_of(rule: str) -> str:
-    """Return the name of a rule's test. Only rules that this kvledger has become names."""
+    """Return the name of the test for a rule. The tests of rules that this kvledger does not have share one name."""
     if rule == HOOK_FAILED:
         return "no_hook_fails"
     return f"{rule.lower()}_holds" if rule in _known_rules() else _NO_NAME
@@ -231,7 +231,7 @@ def _quotable(text: str, max_length: int = _MAX_TEXT) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return text for a docstring of one line, which it may begin and end."""
+    """Return text that can be the whole content of a docstring of one line."""
     recorded = _quotable(f"Recorded: {text}", _WIDTH - 10).replace('"', "'")
     return recorded if recorded.endswith((".", "!", "?")) else f"{recorded}."
 

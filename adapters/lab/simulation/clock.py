@@ -1,4 +1,4 @@
-"""The clock of a simulation, which decides how time passes."""
+"""The clock of a simulation. The simulation decides how time passes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class SimulatedClock:
-    """Called like `time.monotonic_ns`. Every reading is a nanosecond later than the one before."""
+    """A clock that is called like `time.monotonic_ns`. Each call lets one nanosecond pass."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000_000
@@ -24,7 +24,7 @@ class SimulatedClock:
 
     @contextlib.contextmanager
     def read_by(self, connector_class: Any) -> Iterator[None]:
-        """Let connectors of this class that are built inside read this clock."""
+        """Let connectors of this class read this clock, if they are created inside the `with` block."""
         real = connector_class.clock
         connector_class.clock = self
         try:

@@ -1,7 +1,7 @@
 """Sets up connectors for the simulated engine: their configuration, and workers that run on a CPU.
 
-vLLM's own connectors run unchanged except for the last call of their workers, the copy, which needs a CUDA device. The
-same bytes are copied between CPU tensors instead, at once or after some queries.
+vLLM's own connectors run unchanged, except for the call with which their workers copy, because it needs a CUDA device.
+Instead, the same bytes are copied between CPU tensors, at once or after several queries of the connector.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ KVLEDGER_TRANSFER: Final[Mapping[str, Any]] = MappingProxyType(
 
 @attrs.frozen
 class ConnectorSetup:
-    """The setup of kvledger, whose worker runs on a CPU unchanged."""
+    """The setup of kvledger. kvledger's worker runs on a CPU without changes."""
 
     name: str = "KVLedgerConnector"
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any] | None:
         """Return the `kv_transfer_config` of a world whose kvledger has this `extra_config`.
 
-        By default every load is offered, because the simulated clock does not show what computing costs. Each chunk is
-        saved when it has settled, because simulated requests are shorter than the usual interval.
+        By default, kvledger offers every load, because the simulated clock does not show how long computing takes. It
+        saves each chunk when it has settled, because simulated requests are shorter than the usual save interval.
         """
         extra_config = {"offer": "always", "save_interval_tokens": 0, **extra_config}
         return {**KVLEDGER_TRANSFER, **kv_transfer, "kv_connector_extra_config": extra_config}
@@ -65,7 +65,7 @@ def other_transfer(name: str, kv_transfer: Mapping[str, Any], extra_config: Mapp
 
 
 class _Copy:
-    """A copy that moves its bytes after so many queries, or when it is waited for."""
+    """A copy that moves its bytes after `num_questions` queries, or earlier if it is waited for."""
 
     def __init__(self, move: Callable[[], None], num_questions: int) -> None:
         self._move: Callable[[], None] | None = move
@@ -74,7 +74,7 @@ class _Copy:
             self.synchronize()
 
     def query(self) -> bool:
-        """Whether it is done, like a CUDA event's query."""
+        """Whether the copy is done, like the query of a CUDA event."""
         if self._move is not None:
             self._num_questions -= 1
             if self._num_questions < 0:
@@ -82,7 +82,7 @@ class _Copy:
         return self._move is None
 
     def synchronize(self) -> None:
-        """Move the bytes now, if that has not happened yet."""
+        """Move the bytes now, if they have not been moved yet."""
         move, self._move = self._move, None
         if move is not None:
             move()
@@ -90,20 +90,23 @@ class _Copy:
 
 @attrs.frozen
 class Offloading(ConnectorSetup):
-    """OffloadingConnector with as much host memory as kvledger; it saves outputs as well as prompts."""
+    """vLLM's OffloadingConnector, with as much host memory as kvledger. It saves outputs as well as prompts."""
 
     name: str = "OffloadingConnector"
     num_questions: int = 0
-    """Queries after which a copy is done; 0: at once."""
+    """Number of queries after which a copy is done; 0: a copy is done at once."""
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:
-        """Return its configuration, with one page of memory per slot: it saves blocks and rounds each up to a page."""
+        """Return the connector's configuration, with one memory page for each slot of kvledger.
+
+        The connector saves blocks, and rounds each block up to a memory page.
+        """
         num_slots = extra_config["host_bytes"] // block_bytes(BLOCK_SIZE)
         extra = {"cpu_bytes_to_use": num_slots * mmap.PAGESIZE, "offload_prompt_only": False}
         return other_transfer(self.name, kv_transfer, extra)
 
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
-        """Let it copy between CPU tensors."""
+        """Let the worker copy between CPU tensors."""
         side: Any = worker
         spec = side.connector_worker.spec
         spec.get_worker = lambda kv_caches: TensorWorker(
@@ -113,7 +116,7 @@ class Offloading(ConnectorSetup):
 
 
 class TensorWorker(OffloadingWorker):
-    """Copies pages between KV tensors and host tensors, in which the blocks of a chunk are contiguous."""
+    """Copies pages between KV tensors and host tensors. In the host tensors, the blocks of a chunk are contiguous."""
 
     def __init__(
         self, kv_caches: CanonicalKVCaches, num_chunks: int, blocks_per_chunk: int, num_questions: int
@@ -136,13 +139,13 @@ class TensorWorker(OffloadingWorker):
         return self._copy(job_id, self._host, rows, self._device, dst_spec.block_ids)
 
     def _rows(self, chunks: Any, blocks: GPULoadStoreSpec) -> list[int]:
-        """Return the host rows of these blocks; with several blocks in a chunk there is one group."""
+        """Return the rows of these blocks in the host tensors. Chunks of several blocks occur only with one group."""
         first, size = int(blocks.block_indices[0]) % self._blocks_per_chunk, self._blocks_per_chunk
         places = range(first, first + len(blocks.block_ids)) if size > 1 else range(len(blocks.block_ids))
         return [int(chunks.block_ids[place // size]) * size + place % size for place in places]
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that finished since the last call."""
+        """Return the results of the jobs that finished since the last call."""
         finished = [job_id for job_id, copy in self._jobs.items() if copy.query()]
         for job_id in finished:
             del self._jobs[job_id]
@@ -173,20 +176,23 @@ class TensorWorker(OffloadingWorker):
 
 @attrs.frozen
 class SimpleCPU(ConnectorSetup):
-    """SimpleCPUOffloadConnector with as much host memory as kvledger."""
+    """vLLM's SimpleCPUOffloadConnector, with as much host memory as kvledger."""
 
     name: str = "SimpleCPUOffloadConnector"
     is_lazy: bool = False
     num_questions: int = 0
-    """Queries after which a copy is done; 0: at once."""
+    """Number of queries after which a copy is done; 0: a copy is done at once."""
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:
-        """Return its configuration. It saves blocks."""
+        """Return the connector's configuration. The connector saves blocks."""
         extra = {"cpu_bytes_to_use": extra_config["host_bytes"], "lazy_offload": self.is_lazy}
         return other_transfer(self.name, kv_transfer, extra)
 
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
-        """Let it copy between CPU tensors. Without a prefix cache the connector does nothing and has no worker."""
+        """Let the worker copy between CPU tensors.
+
+        If vLLM's prefix cache is off, the connector does nothing and has no handler for copies.
+        """
         side: Any = worker
         handler = side.worker_handler
         if handler is None:
@@ -212,7 +218,7 @@ class SimpleCPU(ConnectorSetup):
 
 
 class _TensorBackend:
-    """Replaces `DmaCopyBackend` and copies between these tensors."""
+    """Replaces `DmaCopyBackend`, and copies between the CPU tensors that `init` gets."""
 
     def __init__(self, num_questions: int) -> None:
         self._num_questions = num_questions
@@ -229,7 +235,7 @@ class _TensorBackend:
         events_list: list[tuple[int, Any]],
         **_wait: object,
     ) -> None:
-        """Append an event, as `DmaCopyBackend` does when the copy is on its stream."""
+        """Append an event for the copy, as `DmaCopyBackend` does when it has put the copy on its stream."""
         sources, destinations = (self._device, self._host) if is_store else (self._host, self._device)
 
         def move() -> None:

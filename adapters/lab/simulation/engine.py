@@ -1,7 +1,8 @@
-"""An engine core without an engine: vLLM's real `Scheduler`, both sides of a real connector, and `HashedModel`.
+"""A simulated engine core: vLLM's real `Scheduler`, both sides of a real connector, and `HashedModel` as the model.
 
-It calls the hooks in the order of vLLM 0.32 and 0.33 (`v1/engine/core.py`, `v1/worker/gpu_model_runner.py`,
-`v1/worker/kv_connector_model_runner_mixin.py`), so the connector cannot see a difference.
+It calls the connector's hooks in the same order as vLLM 0.32 and 0.33 (`v1/engine/core.py`,
+`v1/worker/gpu_model_runner.py`, `v1/worker/kv_connector_model_runner_mixin.py`), so the connector sees no difference
+from a real engine.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ from kvledger.adapters.vllm import KVLedgerConnector
 
 
 def kv_cache_config(num_blocks: int, block_size: int, windows: Sequence[int] = (0,)) -> KVCacheConfig:
-    """Return one group per window (0: full attention) over the layers of `HashedModel`, all on the same bytes."""
+    """Return a configuration for `HashedModel` with one group per window (0: full attention).
+
+    All groups use the same bytes for their layers.
+    """
     sizes: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.int64}
     tensors, groups = [], []
     for window, names in zip(windows, layer_names(len(windows)), strict=True):
@@ -134,9 +138,9 @@ def vllm_config(
 
 
 class SimulatedEngine:
-    """Runs requests on the simulated model; raises `CorruptKV` as soon as wrong KV would be read.
+    """Runs requests on the simulated model. Raises `CorruptKV` as soon as a request would read wrong KV.
 
-    Each of several ranks has its own worker and KV. Their outputs are combined as in vLLM's executors.
+    Each rank has its own worker and its own KV. The outputs of the ranks are combined as in vLLM's executors.
     """
 
     def __init__(
@@ -216,14 +220,14 @@ class SimulatedEngine:
             self._shake_hands(self.scheduler.connector)
         self.model, self.worker = self.models[0], our_child(self.workers[0])
         self.on_output: Callable[[KVConnectorOutput], None] = lambda _output: None
-        """Gets the workers' output before the scheduler does, and may change it as a lossy wire would."""
+        """Called with the workers' output before the scheduler gets it. May change it, for example lose reports."""
         self.before_update: Callable[[KVConnectorOutput | None], None] = lambda _output: None
         """Called when a step has been computed, before the scheduler processes its output. The engine core handles
         aborts there (`v1/engine/core.py`, `_process_aborts_queue`)."""
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
         self.may_fail: set[str] = set()
-        """Requests that hold or wait for blocks that a load did not fill. The policy "fail" may end them."""
+        """Requests that hold or wait for blocks that a load did not fill. The policy "fail" may end these requests."""
         self.num_steps_with_failed_loads = 0
         self.num_preemptions = 0
         self.num_steps = 0
@@ -233,12 +237,13 @@ class SimulatedEngine:
         self.num_steps_processed = 0
         """Steps whose output the scheduler has processed."""
         self._unfilled_in: list[dict[int, int]] = [{} for _ in range(num_ranks)]
-        """For each rank: block → the last step in which its load failed, or a load that its KV was computed on."""
+        """For each rank: block → latest step in which a load of the block failed, or a load of KV that the block's KV
+        was computed on."""
         self._max_in_flight = 2 if async_scheduling else 1
 
     @property
     def connector(self) -> KVLedgerConnector:
-        """The scheduler-side connector; kvledger's child if it is a `MultiConnector`."""
+        """The scheduler-side connector. Inside a `MultiConnector`, the child that is kvledger's connector."""
         return cast("KVLedgerConnector", our_child(self.scheduler.connector))
 
     def _make_worker(self, rank: int, cache_config: KVCacheConfig, setup: ConnectorSetup) -> KVConnectorBase_V1:
@@ -300,7 +305,10 @@ class SimulatedEngine:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> SchedulerOutput:
-        """Schedule and execute a step; process the oldest output if enough are in flight."""
+        """Schedule and execute a step.
+
+        Then process the oldest output, if as many steps as possible are in flight or the step computes nothing.
+        """
         scheduler_output = self.scheduler.schedule()
         self.num_preemptions += len(scheduler_output.preempted_req_ids or ())
         self._in_flight.append((scheduler_output, self._execute(scheduler_output)))
@@ -340,11 +348,11 @@ class SimulatedEngine:
 
     @property
     def excused_blocks(self) -> Collection[int]:
-        """Blocks of the first rank that are wrong before the scheduler can know it."""
+        """Blocks of the first rank whose KV is wrong after a failed load of which the scheduler cannot know yet."""
         return self._excused(self._unfilled_in[0])
 
     def unfilled_in(self, block_id: int) -> int:
-        """Return the step in which the first rank last failed to fill a block; -1 if it never failed."""
+        """Return the latest step in which a failed load left this block of the first rank with wrong KV; -1 if none."""
         return self._unfilled_in[0].get(block_id, -1)
 
     def _excused(self, unfilled_in: dict[int, int]) -> dict[int, int]:
@@ -357,19 +365,20 @@ class SimulatedEngine:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the output of a step has not been processed yet."""
+        """Whether a step is in flight, so that its output has not been processed yet."""
         return bool(self._in_flight)
 
     @property
     def is_stranded(self) -> bool:
         """Whether nothing can ever be scheduled again, because of vLLM's queue or reservations.
 
-        The first waiting request of those that hold blocks has freed its own and cannot get as many again. This has two
-        causes:
-        - The requests after it, whose loads are done, are not considered: `schedule` breaks at the first that does not
-          fit (vllm#57841, #45388: `v1/core/sched/scheduler.py`).
-        - Its own load failed, and another connector of a `MultiConnector` offers another load. The blocks that are
-          still reserved for the first load are not free for the second (vllm#48433: `_inflight_prefills`).
+        vLLM has a queue of waiting requests that hold blocks. The first request of this queue has freed its blocks and
+        cannot get as many again. There are two possible causes:
+        - The loads of later requests in the queue are done, but vLLM does not consider these requests. `schedule` stops
+          at the first request that does not fit (vllm#57841, #45388: `v1/core/sched/scheduler.py`).
+        - The load of the first request failed, and another connector of a `MultiConnector` offers another load. The
+          blocks that are still reserved for the failed load are not free for the other load (vllm#48433:
+          `_inflight_prefills`).
         """
         scheduler: Any = self.scheduler
         first, *behind = scheduler.kv_holding_waiting or [None]
@@ -379,7 +388,7 @@ class SimulatedEngine:
         return first in scheduler._inflight_prefills or any(request.request_id in has_come for request in behind)
 
     def run(self, max_steps: int = 5000) -> None:
-        """Step until there are no requests and the connector has nothing left to do."""
+        """Run steps until there are no requests and the connector has nothing more to do."""
         for _ in range(max_steps):
             if not self.scheduler.has_requests() and not self._in_flight:
                 return
@@ -458,7 +467,7 @@ class SimulatedEngine:
 
 
 class _Ranks:
-    """Passes what the first rank broadcasts to the others, one after the other in this process."""
+    """Passes what the first rank broadcasts on to the other ranks, which run one after the other in this process."""
 
     def __init__(self) -> None:
         self._sent: Any = None
@@ -472,7 +481,7 @@ class _Ranks:
 def _forward_context(model: HashedModel, scheduler_output: SchedulerOutput) -> Any:
     """Return the parts of vLLM's forward context that a connector reads when it loads layer by layer.
 
-    (`kv_connector/v1/example_connector.py`, 0.32).
+    See `kv_connector/v1/example_connector.py`, 0.32.
     """
     layers = {name: SimpleNamespace(kv_cache=layer) for name, layer in model.kv_caches.items()}
     attends = scheduler_output.total_num_scheduled_tokens > 0
@@ -480,7 +489,7 @@ def _forward_context(model: HashedModel, scheduler_output: SchedulerOutput) -> A
 
 
 def our_child(connector: Any) -> Any:
-    """Return kvledger's child if this is a `MultiConnector` that has one, otherwise the connector itself."""
+    """Return kvledger's connector if `connector` is a `MultiConnector` with it as a child, else `connector`."""
     if not isinstance(connector, MultiConnector):
         return connector
     return next((child for child in connector.sub_connectors if isinstance(child, KVLedgerConnector)), connector)

@@ -1,6 +1,7 @@
-"""Computes the right tokens and KV of a request from its prompt alone, without an engine.
+"""Computes the correct tokens and KV of a request from the request's prompt, without an engine.
 
-The model samples a function of the hash so far, so a prompt determines everything after it.
+The simulated model computes the next token from the hash of all tokens so far. A prompt therefore determines all tokens
+that follow.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ _MODULUS = (1 << 61) - 1
 
 
 def chained_hash(previous: int, token: int) -> int:
-    """Return the KV of a position, from the KV before it and its token."""
+    """Return the KV of a position, from the KV of the position before and the token at this position."""
     return (previous * 1_000_003 + token + 17) % _MODULUS
 
 
 def next_token(last_hash: int) -> int:
-    """Return the token that the model samples after a position."""
+    """Return the token that the model samples after the position whose KV is `last_hash`."""
     return last_hash % VOCABULARY_SIZE
 
 
 class Expected:
-    """Tokens and KV of one prompt, computed as far as needed."""
+    """The tokens and the KV of a request with this prompt, computed as far as needed."""
 
     def __init__(self, prompt: Sequence[int], weights: int = 0) -> None:
         self.num_prompt_tokens = len(prompt)
@@ -47,7 +48,10 @@ class Expected:
         return self.kv[first:last]
 
     def load_new_weights(self, weights: int, num_output_tokens: int) -> None:
-        """Keep the tokens so far; compute their KV, and what follows, with the new weights."""
+        """Continue with new weights after `num_output_tokens` sampled tokens.
+
+        The tokens up to there stay the same. Their KV, and all later tokens, are computed with the new weights.
+        """
         self.tokens = self.tokens[: self.num_prompt_tokens] + self.output(num_output_tokens)
         self.kv.clear()
         self._weights = weights

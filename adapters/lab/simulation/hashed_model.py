@@ -1,19 +1,19 @@
-"""A model whose KV is a hash of everything before it, so that wrong KV is found when it is read.
+"""A model whose KV is a hash of all tokens so far, so that wrong KV is found when the model reads it.
 
-The KV of a position is the chained hash of all tokens up to it. Before a step computes anything, every position that
-the scheduler counts as computed must hold exactly that hash, in every layer. The next token is a function of the last
-hash, so it does not matter when or how often it is computed.
+The KV of a position is the chained hash of all tokens up to this position. Before a step computes anything, every
+position that the scheduler counts as computed must hold exactly this hash, in every layer. The next token is a function
+of the last hash, so it is always the same, whenever and however often it is computed.
 
-Reading wrong KV raises, with one exception: a block whose load failed, or KV computed on top of it, in a step that was
-scheduled before the scheduler could know of the failure. The model then computes on, as a real one does. The KV that it
-writes and the token that it samples are wrong. The checks of pages, of vLLM's prefix cache and of outputs find them if
-they are kept or delivered.
+If the model reads wrong KV, it raises an error, with one exception. A step may have been scheduled before the scheduler
+could know that a load failed. Such a step may read the blocks of this load, and KV that was computed on top of them.
+The model then goes on, as a real model does, writes wrong KV and samples wrong tokens. If wrong KV is kept or a wrong
+token is delivered, other checks find that: checks of pages, of vLLM's prefix cache and of outputs.
 
 With several groups of layers, as in hybrid models, each group has its own block table over the same tensors, and writes
-its own KV. A group with a sliding window reads nothing before its window. There its table may have the null block, or a
-block that belongs to another request by now.
+its own KV. A group with a sliding window reads nothing before its window. For tokens before the window, the group's
+table may have the null block, or a block that now belongs to another request.
 
-Verifies: contents of all blocks a scheduled request reads, after loads and before the forward.
+Verifies: contents of all blocks that a scheduled request reads, after loads and before the forward.
 Does not verify: timing, streams, and anything a device would reorder.
 """
 
@@ -39,7 +39,7 @@ BLOCK_SIZE = 16
 
 
 class CorruptKV(AssertionError):
-    """A request would have read KV that does not belong to its tokens; `block_ids` hold it."""
+    """A request would have read KV that does not belong to its tokens. `block_ids` are the blocks with this KV."""
 
     def __init__(self, message: str, block_ids: frozenset[int] = frozenset()) -> None:
         super().__init__(message)
@@ -60,7 +60,10 @@ def layer_names(num_groups: int = 1) -> tuple[tuple[str, ...], ...]:
 
 
 def marks(number: int, layer: torch.Tensor) -> torch.Tensor:
-    """Return what is added to a position's hash in each place that it has in layer `number` of a group."""
+    """Return, for layer `number` of a group, the numbers that are added to the hash of a position.
+
+    A position has several places in a layer, one per head and content. A different number is added in each place.
+    """
     _, num_heads, _, content = layer.shape
     return torch.arange(num_heads * content).view(num_heads, content) * (number + 1)
 
@@ -75,16 +78,20 @@ class _Sequence(Expected):
         """One table per group."""
 
     def keep_outputs(self, num_output_tokens: int) -> None:
-        """Drop tokens from steps whose output the scheduler dropped; they will be sampled again."""
+        """Keep only the first `num_output_tokens` sampled tokens.
+
+        The scheduler has dropped the output of the steps that sampled the others, so these are sampled again.
+        """
         del self.tokens[self.num_prompt_tokens + num_output_tokens :]
         del self.kv[len(self.tokens) :]
 
 
 class HashedModel:
-    """KV tensors and the forward pass over them. `windows` has the tokens that each group sees, 0 for all.
+    """KV tensors and the forward pass over them. `windows` has the window of each group in tokens, 0 if it has none.
 
-    `kv_caches` are the layers of a single group as vLLM allocates them, each [blocks, heads, tokens, content] of
-    numbers of eight bytes. Every head and every number of the content holds another value.
+    `kv_caches` are the layers of a single group, as vLLM allocates them. Each tensor has the dimensions [blocks, heads,
+    tokens, content] and numbers of eight bytes. For one token, every head and every number of the content holds another
+    value.
     """
 
     def __init__(
@@ -114,7 +121,7 @@ class HashedModel:
         }
         self._sequences: dict[str, _Sequence] = {}
         self.weights = 0
-        """Start of every hash. With other weights, all KV that was cached before is wrong."""
+        """Number with which every chain of hashes starts. If it changes, all KV that was cached before is wrong."""
         self.num_positions_checked = 0
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
@@ -144,17 +151,18 @@ class HashedModel:
     def forward(
         self, scheduler_output: SchedulerOutput, excused_blocks: dict[int, int] | None = None
     ) -> tuple[list[str], list[list[int]]]:
-        """Check what is read, write what is scheduled, and sample if all known tokens are computed.
+        """Check the KV that the step reads, write the KV of the scheduled tokens, and sample tokens.
 
-        Within a layer all requests write before any reads, so a request may read what another one writes in this step.
+        A request samples a token if all of its known tokens are computed. In each layer, all requests write before any
+        request reads. A request may therefore read KV that another request writes in the same step.
 
         Args:
-            scheduler_output: the step.
-            excused_blocks: block → step in which its load failed, for blocks that are wrong before the scheduler can
-                know it. Blocks that are computed on top of them are added.
+            scheduler_output: the scheduler's output for the step.
+            excused_blocks: block → step in which the block's load failed, for failures of which the scheduler cannot
+                know yet. Blocks that are computed on top of these blocks are added.
 
         Raises:
-            CorruptKV: wrong KV is read from another block.
+            CorruptKV: wrong KV is read from a block that is not in `excused_blocks`.
         """
         excused = {} if excused_blocks is None else excused_blocks
         computed = {data.req_id: data.num_computed_tokens for data in scheduler_output.scheduled_new_reqs}
@@ -184,7 +192,7 @@ class HashedModel:
         ]
 
     def _compute(self, request_id: str, sequence: _Sequence, first: int, last: int, *, error: int = 0) -> list[int]:
-        """Write the KV of the positions from `first` to before `last`, and sample; `error` is added to both."""
+        """Write the KV of positions `first` to before `last`, and sample. Adds `error` to the KV and the token."""
         num_known = len(sequence.tokens)
         sequence.compute_to(last)
         if not error:
@@ -200,7 +208,7 @@ class HashedModel:
     def _compute_on(
         self, trouble: CorruptKV, sequence: _Sequence, first: int, last: int, excused: dict[int, int]
     ) -> list[int]:
-        """Compute on top of wrong KV that the scheduler could not know of."""
+        """Compute on top of wrong KV, if the scheduler cannot know of it yet. Otherwise raise `trouble`."""
         if not trouble.block_ids or not trouble.block_ids <= excused.keys():
             raise trouble
         step = min(excused[block_id] for block_id in trouble.block_ids)

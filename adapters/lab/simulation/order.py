@@ -1,7 +1,7 @@
-"""Lets vLLM 0.32 iterate over sets of request ids in the order of the ids, where the order matters.
+"""Makes vLLM 0.32 iterate over sets of request ids in the order of the ids, where the order matters.
 
-If two requests free their blocks, their order decides which blocks the next one gets. Python orders a set of strings
-differently in every process. With this order, a seed gives the same world in all of them.
+The order in which two requests free their blocks decides which blocks the next request gets. Python orders a set of
+strings differently in every process. If the ids are sorted, a seed gives the same world in every process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _InOrder(set[str]):
 
 
 def put_in_order(scheduler: Any) -> None:
-    """Free the blocks of ended copies, and end the requests of failed loads, in the order of the ids."""
+    """Let the scheduler free blocks of ended copies, and end requests of failed loads, in the order of request ids."""
     finish_requests = scheduler.finish_requests
 
     def finish_in_order(request_ids: str | Iterable[str] | None, status: RequestStatus) -> list[Request]:

@@ -1,4 +1,4 @@
-"""The configuration of a tiny model, for the scheduler."""
+"""The configuration of a tiny model, for the simulation's scheduler."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _CONFIGURATION = {
 
 @functools.cache
 def tiny_configuration() -> Path:
-    """Return a folder with only `config.json`, which is enough for a scheduler: it reads no weights.
+    """Return a folder that contains only `config.json`. This is enough for a scheduler, which reads no weights.
 
-    Each process writes its own folder, which only its user can read, and removes it at exit. With a fixed name in a
-    shared temporary folder, another user could place a link there.
+    Each process creates a folder of its own, which only the process's user can read, and removes it at exit. If the
+    name were always the same, another user could place a link with this name in a shared temporary folder.
     """
     directory = Path(tempfile.mkdtemp(prefix="kvledger-tiny-"))
     (directory / "config.json").write_text(json.dumps(_CONFIGURATION))

@@ -1,6 +1,6 @@
-"""Differences between vLLM 0.32 and 0.33 in what the simulation uses; for the connector see `vllm/versions.py`.
+"""Handles differences between vLLM 0.32 and 0.33 for the simulation, as `vllm/versions.py` does for the connector.
 
-It depends on no engine and no model.
+This module depends on no engine and no model.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 UNLIMITED_BYTES = 1 << 40
-"""Bytes of memory, more than needed: `num_gpu_blocks_override` decides the number of blocks."""
+"""Bytes of memory, more than is needed, because `num_gpu_blocks_override` decides the number of blocks."""
 
 
 def kv_cache_configs(settings: VllmConfig, specs: Mapping[str, KVCacheSpec], num_ranks: int) -> list[KVCacheConfig]:
-    """Return each worker's configuration, for layers that all workers have.
+    """Return each worker's KV cache configuration, for layers that all workers have.
 
-    0.33 makes the groups before it profiles memory, and passes them on (`v1/engine/core.py`, _initialize_kv_caches, and
-    `v1/core/kv_cache_planning.py`). 0.32 makes them inside (`v1/core/kv_cache_utils.py`).
+    vLLM 0.33 makes the groups of layers before it profiles memory, and passes them to `get_kv_cache_configs`
+    (`v1/engine/core.py`, _initialize_kv_caches, and `v1/core/kv_cache_planning.py`). In vLLM 0.32,
+    `get_kv_cache_configs` makes the groups itself (`v1/core/kv_cache_utils.py`).
     """
     of_ranks, bytes_of_ranks = [dict(specs) for _ in range(num_ranks)], [UNLIMITED_BYTES] * num_ranks
     if hasattr(kv_cache_utils, "get_kv_cache_configs"):

@@ -1,7 +1,7 @@
 """Rules for a recorder's log: the contract of vLLM's `KVConnectorBase_V1`, as far as the log shows it.
 
-A rule with the name of a core rule replaces it, because the core's judge kvledger's own copies and slots. All of them
-use the log alone.
+Some rules have the same name as a rule of the core and replace it, because the core's rule checks kvledger's own copies
+and slots. All rules use only the log.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("LONGEST_HIT", "DEFER_BOUNDED"), _HITS),
         "LOOKUP_PURE": (
-            "between two lookups of a request the connector may evict and other engines may store, and the log shows "
-            "neither; if lookups have moved where a save starts, STORE_CONTIGUOUS reports it"
+            "between two lookups of a request, the connector can evict KV and other engines can store KV, which the "
+            "log does not show; if lookups have moved the start of a save, STORE_CONTIGUOUS reports it"
         ),
         **dict.fromkeys(("RELEASE_ALL", "DELAY_FREE_CONTRACT"), _KEPT),
         **{checker.rule: "" for checker in _REPLACING},
     }
 )
-"""Rule of the core → why it cannot be checked; empty if a rule here has its name."""
+"""Rule of the core → why it cannot be checked; empty if a rule of this package replaces it."""

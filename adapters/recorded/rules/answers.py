@@ -8,16 +8,18 @@ from kvledger.lifecycle.audit import Checker
 
 
 class LastToken(Checker):
-    """LAST_TOKEN: loaded and locally cached tokens leave the engine something to compute.
+    """LAST_TOKEN: after the loaded and locally cached tokens, the engine has a token of the request to compute.
 
-    Verifies: of every answer:
+    Verifies: for every answer:
 
-    - It is not negative.
-    - With the computed tokens it is at most the known tokens, as vLLM's scheduler asserts, and one less if the load
-      precedes the step, which computes the last one (`v1/core/sched/scheduler.py`, 0.32).
-    - It is not asynchronous with no tokens (`kv_connector/v1/base.py`, get_num_new_matched_tokens).
+    - The number of tokens is not negative.
+    - Together with the computed tokens, it is at most the number of the request's tokens, as vLLM's scheduler asserts.
+      If the load is not asynchronous, it is at least one less, because the step must compute the last token
+      (`v1/core/sched/scheduler.py`, 0.32).
+    - If the load is asynchronous, the answer has at least one token (`kv_connector/v1/base.py`,
+      get_num_new_matched_tokens).
 
-    Does not verify: that the answered tokens are stored.
+    Does not verify: that the offered tokens are stored.
     """
 
     rule = "LAST_TOKEN"
@@ -29,7 +31,10 @@ class LastToken(Checker):
             return
         most = lookup.num_tokens - lookup.num_computed_tokens - (not lookup.is_async)
         if answer < 0 or answer > max(most, 0):
-            detail = f"the answer is {answer} tokens with {lookup.num_computed_tokens} of {lookup.num_tokens} computed"
+            detail = (
+                f"the answer is {answer} tokens, with {lookup.num_computed_tokens} of the request's "
+                f"{lookup.num_tokens} tokens computed"
+            )
         elif lookup.is_async and not answer:
             detail = "the answer is 0 tokens with an asynchronous load"
         else:

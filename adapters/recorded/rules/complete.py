@@ -17,17 +17,18 @@ from kvledger.lifecycle.audit import AuditModel, Checker, num_intact_tokens
 from kvledger.lifecycle.events import NULL_BLOCK
 
 MAX_REMEMBERED_BLOCKS = 1 << 20
-"""Number of blocks of ended requests whose tables are remembered; the oldest tables are forgotten first."""
+"""Maximum number of blocks in the remembered tables of ended requests. The oldest tables are forgotten first."""
 
 
 class _Table(msgspec.Struct, gc=False):
-    """The blocks of a request, and the number of tokens in them."""
+    """The blocks of a request, and the number of computed tokens in them."""
 
     block_ids: Sequence[int]
     num_tokens: int
     num_prompt_tokens: int
     num_shared: int = 0
-    """Blocks at the front that are older than the table, if the number of their tokens is not known; otherwise 0."""
+    """Number of blocks at the start of the table that were not new when the request got them, if it is not known how
+    many of their tokens are computed; otherwise 0."""
 
 
 @attrs.frozen
@@ -42,14 +43,15 @@ class _Load:
 
 
 class ChunkComplete(RuleOfCopies):
-    """CHUNK_COMPLETE: what is saved is computed, in the step of the save at the latest.
+    """CHUNK_COMPLETE: tokens are saved only if they are computed, at the latest in the step of the save.
 
-    Verifies: for each save, that the tokens of its blocks are computed, in flight, cached or loaded: up to the last
-    token of each block if the copy takes whole blocks or the prompt is not computed yet, otherwise up to the first. For
-    a request that was preempted or has ended, also in the middle of its prompt, the tokens computed until then count.
-    Does not verify: copies of a connector without a decoder; saves of ended requests whose blocks lie more than a
-    million blocks back, or whose id is in use again; how many tokens the last block of a computed prompt has, if a copy
-    may take a part of a block (NIXL).
+    Verifies: for each save, that the tokens of its blocks are computed, in flight, cached or loaded. If the copy takes
+    whole blocks, or if the prompt is not completely computed yet, this is checked for all tokens of each block.
+    Otherwise it is checked for the first token of each block. For a request that was preempted or has ended, even in
+    the middle of its prompt, the tokens that were computed until then count.
+    Does not verify: copies of a connector without a decoder; saves of an ended request, if requests with more than a
+    million blocks have ended since or its id is in use again; how many tokens of the last block of a computed prompt
+    are copied, if a copy may take a part of a block (NIXL).
     """
 
     rule = "CHUNK_COMPLETE"
@@ -59,14 +61,14 @@ class ChunkComplete(RuleOfCopies):
         super().__init__(model)
         self._num_groups = len(model.configuration.windows)
         self._given: dict[int, int] = {}
-        """Ordinal → tokens that its last lookup found cached, or that were loaded since."""
+        """Ordinal → tokens that the life's last lookup found cached, or that were loaded since."""
         self._loads: dict[int, _Load] = {}
         """Job id → load."""
         self._failed_blocks: frozenset[int] = frozenset()
         self._lost: dict[int, _Table] = {}
         """Ordinal → table of a life that is preempted or has ended."""
         self._ended: OrderedDict[str, _Table] = OrderedDict()
-        """Request id → table of its last life, if that is over."""
+        """Request id → table of the id's last life, if that life has ended."""
         self._num_remembered_blocks = 0
         self._speculates = False
 
@@ -194,7 +196,7 @@ class ChunkComplete(RuleOfCopies):
 
 
 def num_filled(block_ids: Sequence[int], failed_blocks: frozenset[int]) -> int:
-    """Return how many blocks of a load come before the first failed one; 0 if it is not known which block failed."""
+    """Return how many blocks of a load are before its first failed block; 0: it is not known which block failed."""
     return next((number for number, block_id in enumerate(block_ids) if block_id in failed_blocks), 0)
 
 
@@ -206,25 +208,25 @@ class _Awaited(msgspec.Struct, gc=False):
     ordinal: int
     generation: int
     block_ids: Sequence[int]
-    """Blocks in the order of the table, without those of groups with a window."""
+    """Blocks of the load in the order of the request's table, without the blocks of groups with a window."""
     unfilled: set[int]
-    """Those of them for which no copy has begun."""
+    """The blocks of `block_ids` for which no copy has begun."""
     is_async: bool
     place: str = ""
     """Place of the connector that loads, as in `MetadataSeen`."""
 
 
 class LoadComplete(Checker):
-    """LOAD_COMPLETE: the workers get a copy for everything that vLLM takes as loaded.
+    """LOAD_COMPLETE: the workers get a copy for every block that vLLM counts as loaded.
 
     vLLM does not compute the tokens that it claimed from an answer, unless the connector reports the request or its
     blocks as failed (`get_block_ids_with_load_errors`, `failed_recving`; `kv_connector/v1/base.py`, 0.32).
 
-    Verifies: when a load ends, that a copy was begun for each block given for it, up to the first one reported as
-    failed.
+    Verifies: when a load ends, that a copy has begun for each block that was allocated for the load. If blocks are
+    reported as failed, only the blocks before the first failed block are checked.
     Does not verify: connectors, and children of a `MultiConnector`, without a decoder; groups with a window; that a
-    copy was carried out (BYTES_UNCHANGED); loads that never end (LIVENESS); requests that end before their asynchronous
-    load.
+    copy was carried out (BYTES_UNCHANGED); loads that never end (LIVENESS); asynchronous loads that end after their
+    request.
     """
 
     rule = "LOAD_COMPLETE"
@@ -237,13 +239,13 @@ class LoadComplete(Checker):
         self._awaited: dict[int, _Awaited] = {}
         """Job id → load."""
         self._is_decoded: dict[str, bool] = {}
-        """Place of a connector → whether all metadata that it handed over had a decoder."""
+        """Place of a connector → whether a decoder has read all metadata of this connector."""
         self._failed_blocks: frozenset[int] = frozenset()
         self._last_step = 0
         """Sequence number of the last step."""
 
     def begin(self) -> None:
-        """Judge nothing: which metadata had a decoder is not known."""
+        """Begin in the middle of a log: judge nothing, because earlier metadata may have had no decoder."""
         super().begin()
         self._is_decoded[""] = False
 
@@ -301,7 +303,7 @@ class LoadComplete(Checker):
 
     @on(payloads.Called)
     def _called(self, called: payloads.Called) -> None:
-        """Judge the loads of the last steps, which have no report in the log if they ended the engine."""
+        """At shutdown, judge the loads of the last steps. If they ended the engine, the log has no report of them."""
         if called.hook == "shutdown":
             for load in self._awaited.values():
                 if load.unfilled and not load.is_async and load.sequence < self._last_step:

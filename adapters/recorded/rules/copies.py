@@ -1,4 +1,4 @@
-"""Blocks of copies, if a decoder reads the connector's metadata."""
+"""Blocks of copies: rules that need a decoder for the connector's metadata."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvledger.lifecycle.events import NULL_BLOCK
 
 
 class RuleOfTables(Checker):
-    """Base of rules that need each life's last block table: copies may read blocks that their request has just lost."""
+    """Base of rules that need the last block table of each life.
+
+    A copy may read blocks that its request has just lost.
+    """
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
@@ -29,7 +32,10 @@ class RuleOfTables(Checker):
         self._last.pop(event.ordinal, None)
 
     def table_of(self, copy: Transferred) -> Sequence[int] | None:
-        """Return the blocks of the copy's group, or of all, in token order; None if the life has and lost none."""
+        """Return the request's blocks in the copy's group, in token order. If the group is unknown, return all blocks.
+
+        None: the life has no blocks and has lost none.
+        """
         life = self.moment.life
         table = None if life is None else self.tables.of(life.ordinal) or self._last.get(life.ordinal)
         if not table:
@@ -40,10 +46,11 @@ class RuleOfTables(Checker):
 class TableEq(RuleOfTables):
     """TABLE_EQ: a copy's blocks are in the request's table, in the order of the copy.
 
-    Verifies: the first block is at the position that the copy names, each other one after the one before. Stored blocks
-    may be left out between them (OffloadingConnector does so, 0.32).
-    Does not verify: copies of a connector without a decoder; blocks that a window has left; that no other blocks are
-    left out.
+    Verifies: the copy's first block is at the position in the table that the copy names. Each other block of the copy
+    is in the table after the block before it. A copy may leave out blocks in between that are stored already
+    (OffloadingConnector does so, 0.32).
+    Does not verify: copies of a connector without a decoder; blocks before a window; that the blocks that are left out
+    are stored.
     """
 
     rule = "TABLE_EQ"
@@ -65,7 +72,8 @@ class SrcBlockOwned(RuleOfTables):
     """SRC_BLOCK_OWNED: a save reads blocks that its request holds, or has just lost.
 
     Verifies: this for each block of each save that a decoder has read.
-    Does not verify: the block's position (TABLE_EQ); its content; saves whose request the metadata does not name.
+    Does not verify: the block's position (TABLE_EQ); the block's content; saves whose request the metadata does not
+    name.
     """
 
     rule = "SRC_BLOCK_OWNED"
@@ -84,8 +92,8 @@ class SrcBlockOwned(RuleOfTables):
 def _misplaced(copy: Transferred, block_id: int, start: int, table: Sequence[int]) -> str:
     if start > copy.first_block:
         return (
-            f"copy {copy.job} takes block {block_id} after block {start - 1} of the request, "
-            "but the rest of the request's table does not have it"
+            f"copy {copy.job} takes block id {block_id} after position {start - 1} of the request's block table, "
+            "but the table does not have this id after that position"
         )
-    entry = f"block {table[start]}" if start < len(table) else "nothing"
-    return f"copy {copy.job} takes block {block_id} for block {start} of the request, where its table has {entry}"
+    entry = f"id {table[start]}" if start < len(table) else "no block"
+    return f"copy {copy.job} takes block id {block_id} for position {start} of the block table, which has {entry} there"

@@ -1,4 +1,4 @@
-"""Ends that vLLM waits for: of asynchronous loads, and of copies for which it keeps blocks."""
+"""Ends that vLLM waits for: the ends of asynchronous loads, and of copies for which vLLM keeps blocks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvledger.lifecycle import on
 from kvledger.lifecycle.audit import AuditModel, Checker
 
 MAX_SILENT_NS = 60 * 10**9
-"""Nanoseconds after which something that vLLM waits for counts as forgotten."""
+"""Nanoseconds after which an end that vLLM waits for counts as forgotten."""
 
 
 class RuleOfEnds(Checker):
-    """Base of rules about ends that vLLM waits for, by request id: reports have nothing else."""
+    """Base of rules about ends that vLLM waits for. Ends are stored by request id, because reports have only ids."""
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
@@ -35,21 +35,24 @@ class RuleOfEnds(Checker):
 
 
 class CompletionOnce(RuleOfEnds):
-    """COMPLETION_ONCE: each asynchronous load and each kept request is reported to vLLM once, and no other request is.
+    """COMPLETION_ONCE: vLLM gets the end of each asynchronous load, and each release of kept blocks, exactly once.
 
-    vLLM asserts that it knows a reported request, and frees the blocks of an ended one (`v1/core/sched/scheduler.py`,
-    _update_from_kv_xfer_finished, 0.32).
+    vLLM asserts that it knows each reported request. If the request has ended, vLLM frees its blocks
+    (`v1/core/sched/scheduler.py`, _update_from_kv_xfer_finished, 0.32).
 
-    Verifies: of reports:
+    Verifies: for the reports:
 
-    - Each id in `finished_recving` and `failed_recving` is of a request that waits for a load, each in
-      `finished_sending` of one with kept blocks; each once.
-    - After the load of an ended request is reported, its kept blocks are not: vLLM has freed them.
-    - If a child of a `MultiConnector` is recorded, its workers report only ends that it has pending.
-    - If a `MultiConnector` is recorded, no child reports a load for which another one was chosen, or kept blocks that
-      it does not keep. A worker reports kept blocks once, also while the `MultiConnector` waits for another child.
+    - Each id in `finished_recving` and `failed_recving` is the id of a request that waits for a load.
+    - Each id in `finished_sending` is the id of an ended request whose blocks are kept.
+    - No end is reported twice, and no other request is reported.
+    - If the load of an ended request is reported, the release of its kept blocks is not reported afterwards, because
+      vLLM has freed these blocks.
+    - If a child of a `MultiConnector` is recorded, the child's workers report only ends that the child has pending.
+    - If a `MultiConnector` is recorded, no child reports a load for which another child was chosen, or the release of
+      blocks that only other children keep. Each worker reports a release once, even while the `MultiConnector` waits
+      for another child.
 
-    Does not verify: ends from before the log or the audit began; that an end comes (LIVENESS).
+    Does not verify: ends of what began before the log or the audit; that an end is ever reported (LIVENESS).
     """
 
     rule = "COMPLETION_ONCE"
@@ -63,7 +66,7 @@ class CompletionOnce(RuleOfEnds):
         self._chosen: dict[str, payloads.LoadChosen] = {}
         """Request id → child of a recorded `MultiConnector` that loads for it."""
         self._named: set[tuple[str, bool, int]] = set()
-        """(request id, whether of kept blocks, child) of violations; each counts once in a life."""
+        """(request id, whether of kept blocks, child) of violations. Each violation is reported once in a life."""
         self._kept_by: dict[str, frozenset[int]] = {}
         """Request id → children of a recorded `MultiConnector` that keep its blocks, if recorded."""
         self._reported_by_workers: dict[str, set[tuple[int, int]]] = {}
@@ -72,7 +75,7 @@ class CompletionOnce(RuleOfEnds):
         """(request id, whether of kept blocks) → classes of the children that reported it in this output."""
 
     def begin(self) -> None:
-        """Accept ends that may have been pending before the audit."""
+        """Begin in the middle of a log: accept ends that may have been pending before."""
         self._is_alone = self._is_from_beginning = False
 
     @on(e.LogNote)
@@ -130,12 +133,12 @@ class CompletionOnce(RuleOfEnds):
             return "a second time"
         is_owed = request_id in owed or (request_id, was_kept) in self._ended or not self._is_from_beginning
         if ends.child == payloads.OWN:
-            return "" if is_owed else "but it has none pending"
+            return "" if is_owed else "but has no such end pending"
         if was_kept and not is_owed:  # a kvledger child removes it before vLLM gets it
-            return "but no child has one pending"
+            return "but no child has such an end pending"
         keepers = self._kept_by.get(request_id, frozenset()) if was_kept else frozenset()
         if keepers and ends.child not in keepers:
-            return "but only other children keep them"
+            return "but only other children keep these blocks"
         chosen = None if was_kept or request_id not in owed else self._chosen.get(request_id)
         return "" if chosen is None or chosen.child == ends.child else f"but {chosen.connector} loads for it"
 
@@ -160,7 +163,7 @@ class CompletionOnce(RuleOfEnds):
                 if known is not None:
                     self._ended[request_id, was_kept] = self.moment.sequence
                 elif before or self._is_alone:
-                    again = "a second time" if before else "but waits for none"
+                    again = "a second time" if before else "but does not wait for it"
                     reporters = ", ".join(self._reporters.get((request_id, was_kept), ()))
                     source = f" from {reporters}" if reporters else ""
                     detail = f"vLLM gets {what} of {request_id!r}{source}, {again}"
@@ -168,10 +171,10 @@ class CompletionOnce(RuleOfEnds):
 
 
 class Liveness(RuleOfEnds):
-    """LIVENESS: everything that vLLM waits for is reported.
+    """LIVENESS: every end that vLLM waits for is reported.
 
     Verifies: at each step, that no asynchronous load and no kept blocks have been pending for more than a minute.
-    Does not verify: what was pending for less when the log ended; an engine that makes no more steps.
+    Does not verify: ends that were pending for less than a minute when the log ended; anything after the last step.
     """
 
     rule = "LIVENESS"

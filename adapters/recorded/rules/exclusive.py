@@ -1,4 +1,4 @@
-"""Blocks of copies in flight, as far as the log shows when a copy ends."""
+"""Blocks of copies in flight: rules that need a log that shows when copies end."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from kvledger.lifecycle.events import NULL_BLOCK
 
 
 class LoadDstExclusive(RuleOfCopies):
-    """LOAD_DST_EXCLUSIVE: a load fills blocks that were given for it, and nothing else fills them.
+    """LOAD_DST_EXCLUSIVE: a load fills only blocks that vLLM allocated for it, and nothing else fills these blocks.
 
-    vLLM allocates blocks for the tokens that it claims, after the computed ones (`kv_connector/v1/base.py`,
-    get_num_new_matched_tokens and update_state_after_alloc, 0.32). Blocks of computed tokens may be shared with running
-    requests.
+    vLLM allocates blocks for the tokens that it claims, after the blocks of the computed tokens
+    (`kv_connector/v1/base.py`, get_num_new_matched_tokens and update_state_after_alloc, 0.32). The blocks of computed
+    tokens may be shared with running requests.
 
-    Verifies: each block of a load is in its request's table for a token that the load must bring, each once. No other
-    load in flight fills it, and no other request gets it before the load has ended.
+    Verifies: each block of a load is in the request's table, at the place of tokens that the load must bring. The load
+    names each block once. No other load in flight fills the block, and no other request gets the block before the load
+    has ended.
     Does not verify: copies of a connector without a decoder; whether a step in flight writes into a block that its
     request has lost, which depends on the order of the device's streams.
     """
@@ -54,12 +55,14 @@ class LoadDstExclusive(RuleOfCopies):
 class BlockReuseFenced(RuleOfCopies):
     """BLOCK_REUSE_FENCED: no request gets a block that a save for another request still reads.
 
-    "Async saves must retain their source blocks until completion is reported to the scheduler" (wait_for_save), or the
-    workers finish them before the step that fills the blocks (handle_preemptions; `kv_connector/v1/base.py`, 0.32).
+    vLLM knows two ways. "Async saves must retain their source blocks until completion is reported to the scheduler"
+    (wait_for_save). Otherwise, the workers finish the saves before the step that fills the blocks (handle_preemptions;
+    `kv_connector/v1/base.py`, 0.32).
 
-    Verifies: this at each step, for all blocks that it, or an allocation before it, gives, except shared ones.
-    Does not verify: copies of a connector without a decoder, or whose end is not in the log; that workers wait if the
-    metadata demands it.
+    Verifies: this at each step, for all blocks that a request gets in the step or in an allocation before it, except
+    shared blocks.
+    Does not verify: copies of a connector without a decoder; copies whose end is not in the log; that workers wait if
+    the metadata tells them to.
     """
 
     rule = "BLOCK_REUSE_FENCED"
@@ -73,9 +76,10 @@ class BlockReuseFenced(RuleOfCopies):
 class SrcBlockStable(RuleOfCopies):
     """SRC_BLOCK_STABLE: no load fills a block that a save still reads.
 
-    Verifies: this for each load as it begins, against the saves of all requests.
-    Does not verify: what a forward writes into the block: BLOCK_REUSE_FENCED finds that of another request, and it does
-    no harm after the saved tokens; copies of a connector without a decoder, or whose end is not in the log.
+    Verifies: this for each load when it begins, against the saves of all requests.
+    Does not verify: copies of a connector without a decoder; copies whose end is not in the log; what a forward pass
+    writes into the block. BLOCK_REUSE_FENCED finds the writes of another request, and the request's own writes after
+    the saved tokens do no harm.
     """
 
     rule = "SRC_BLOCK_STABLE"
@@ -90,11 +94,11 @@ class SrcBlockStable(RuleOfCopies):
 
 
 class LoadXorStores(RuleOfCopies):
-    """LOAD_XOR_STORES: a block is not saved while a load fills it: the save might copy what was there before.
+    """LOAD_XOR_STORES: a block is not saved while a load fills it, because the save might copy the block's old content.
 
-    Verifies: this for each save as it begins, against asynchronous loads.
-    Does not verify: loads within a step, which end before what its saves read is computed; copies of a connector
-    without a decoder, or whose end is not in the log.
+    Verifies: this for each save when it begins, against asynchronous loads.
+    Does not verify: loads within a step, because they end before the step computes the tokens that its saves read;
+    copies of a connector without a decoder; copies whose end is not in the log.
     """
 
     rule = "LOAD_XOR_STORES"

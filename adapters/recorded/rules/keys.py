@@ -1,4 +1,4 @@
-"""Keys under which a connector loads what it saved, if a decoder reads its copies."""
+"""Keys of the blocks that a connector saves and loads: a rule that needs a decoder for the connector's metadata."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvledger.lifecycle import on
 from kvledger.lifecycle.audit import AuditModel
 
 MAX_KEYS = 1 << 20
-"""Number of different keys that are remembered. With more, it is not known what is saved."""
+"""Maximum number of different keys that are remembered. If there are more, it is not known which blocks are saved."""
 MAX_PAGES = 1 << 16
-"""Number of saved pages whose digests are remembered; the oldest are forgotten first."""
+"""Maximum number of saved pages whose digests are remembered. The oldest digests are forgotten first."""
 MAX_ENDED = 1 << 10
-"""Ended lives whose keys are remembered: a connector may save their blocks later."""
+"""Maximum number of ended lives whose keys are remembered, because a connector may save their blocks later."""
 _IN_OWN_MEMORY = frozenset({"SimpleCPUOffloadMetadata", "OffloadingConnectorMetadata"})
 """Metadata classes of connectors whose store is empty when the engine starts."""
 _OFFLOADING_SPECS = frozenset({None, "CPUOffloadingSpec"})
@@ -36,18 +36,20 @@ class _Saved(NamedTuple):
 
 
 class SavedUnderKey(RuleOfTables):
-    """SAVED_UNDER_KEY: what a load brings was saved under the request's own keys.
+    """SAVED_UNDER_KEY: a load brings only blocks that were saved under the request's own keys.
 
-    A block's key covers all tokens up to its end and all else that the KV depends on: LoRA adapter, media, cache salt.
-    A connector that leaves one out gives a request the KV of another one.
+    A block's key covers all tokens up to the end of the block, and all else that its KV depends on: LoRA adapter, media
+    and cache salt. If a connector's keys leave out one of these, a request gets the KV of another request.
 
-    Verifies: with digests, no load brings bytes that this log shows as saved under other keys, and never under the
-    request's own. Without digests, a connector whose store is empty when the engine starts
-    (`SimpleCPUOffloadConnector`; `OffloadingConnector` with `CPUOffloadingSpec`) loads no block that was never saved
-    under its key.
-    Does not verify: without digests, connectors whose store outlives the engine or is shared; with such a store and
-    equal tokens under different salts, whether the bytes were saved under the request's keys before the log; turns of a
-    session after the first; anything in a log without its beginning.
+    Verifies: for blocks whose key no save in the log had:
+
+    - A connector whose store is empty when the engine starts (`SimpleCPUOffloadConnector`; `OffloadingConnector` with
+      `CPUOffloadingSpec`) does not load these blocks.
+    - With digests, no connector loads these blocks with bytes that were saved under another key.
+
+    Does not verify: without digests, connectors whose store outlives the engine or is shared; with such a store,
+    whether the bytes of equal tokens with different salts were saved under the request's keys before the log began;
+    turns of a session after the first; anything in a log without its beginning.
     """
 
     rule = "SAVED_UNDER_KEY"
@@ -59,14 +61,14 @@ class SavedUnderKey(RuleOfTables):
         self._saved: set[bytes] = set()
         """Keys of saved blocks."""
         self._nameless: dict[int, set[int]] = {}
-        """Ordinal → saved blocks whose keys are not known yet."""
+        """Ordinal → indexes of saved blocks whose keys are not known yet."""
         self._images: OrderedDict[_Image, _Saved] = OrderedDict()
         self._unsaved: dict[int, frozenset[int]] = {}
-        """Ordinal → blocks of its last load whose keys had not been saved when vLLM claimed it."""
+        """Ordinal → blocks of the life's last load whose keys no save had had when vLLM claimed the load."""
         self._ended: OrderedDict[int, tuple[str, Sequence[bytes]]] = OrderedDict()
         """Ordinal → request id and keys of an ended life."""
         self._last_ended: dict[str, int] = {}
-        """Request id → ordinal of its last life, if that is in `_ended`."""
+        """Request id → ordinal of the id's last life, if this life is in `_ended`."""
         self._continued: set[int] = set()
         """Ordinals of sessions with another turn, whose keys do not cover earlier saves."""
         self._has_sessions = False
@@ -76,7 +78,7 @@ class SavedUnderKey(RuleOfTables):
         """Place of a connector, as in `MetadataSeen` → whether its store was empty when the log began."""
 
     def begin(self) -> None:
-        """Judge nothing: what was saved before is not known."""
+        """Begin in the middle of a log: judge nothing, because earlier saves are not known."""
         self._knows_all = False
 
     @on(payloads.RecordingStarted)
@@ -187,7 +189,7 @@ class SavedUnderKey(RuleOfTables):
             self._unsaved.pop(event.ordinal, None)
 
     def _judge_load(self, copy: payloads.Transferred) -> None:
-        """Judge a load from a store that was empty when the log began."""
+        """Judge a load, if the connector's store was empty when the log began."""
         life = self.moment.life
         unsaved = () if life is None else self._unsaved.get(life.ordinal, ())
         head, is_child, _ = copy.job.rpartition("/")
@@ -221,15 +223,18 @@ class SavedUnderKey(RuleOfTables):
                 del self._unsaved[event.ordinal]
                 detail = (
                     f"block {block} of the request was loaded with the bytes that {saved.request_id!r} saved under "
-                    "another key, and no save had the block's own key: the connector's keys leave out what "
-                    "distinguishes the two requests, such as the LoRA adapter, the media or the cache salt"
+                    "another key, and no save had the block's own key; the connector's keys leave out what "
+                    "distinguishes the two requests, for example the LoRA adapter, the media or the cache salt"
                 )
                 self.broken(detail, saved.sequence)
                 return
 
 
 def _spec_name(options: Mapping[str, Any], place: str) -> object:
-    """Return the `spec_name` of an OffloadingConnector at this place; None if its options have none."""
+    """Return the option `spec_name` of the OffloadingConnector at `place`; None: the option is not set.
+
+    "not recorded" is returned if the log does not have the connector's options.
+    """
     extra = options.get("kv_connector_extra_config") or {}
     if place:
         children = extra.get("connectors") if isinstance(extra, Mapping) else None

@@ -1,4 +1,4 @@
-"""Preempted requests: what a connector offers of what it has."""
+"""Preempted requests: whether a connector offers them the KV that it has."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import AuditModel, Checker, Visits
 
 MAX_KEYS = 1 << 20
-"""Number of different keys that are remembered. With more, the connector's capacity is not known."""
+"""Maximum number of different keys that are remembered. If there are more, the rule no longer knows how long the
+connector keeps blocks."""
 NEVER = -1
 
 
 @attrs.frozen
 class _Held:
-    """Tokens of a request that the connector had."""
+    """Tokens of a request that the connector had, because it offered them."""
 
     num_tokens: int
     saved_at: int
-    """Blocks of all requests that had been saved when the first of these was."""
+    """Number of blocks, of all requests, that had been saved when the first of these tokens was saved."""
     sequence: int
-    """Sequence number of the event that shows it."""
+    """Sequence number of the event that shows that the connector had the tokens."""
 
 
 @attrs.define
@@ -32,22 +33,25 @@ class _Account:
     held: _Held | None = None
     is_resumed: bool = False
     has_been_offered: bool = False
-    """Whether it was offered tokens since its last preemption."""
+    """Whether the request was offered tokens since its last preemption."""
     num_computed_tokens: int = 0
-    """Computed tokens at its last lookup."""
+    """Computed tokens at the request's last lookup."""
     num_tokens: int = 0
 
 
 class ResumeCoversOutput(Checker):
-    """RESUME_COVERS_OUTPUT: a preempted request is looked up with all its tokens, and is offered what is stored of it.
+    """RESUME_COVERS_OUTPUT: a preempted request is looked up with all its tokens and offered its stored tokens.
 
-    Breaking the second half costs time only: tokens that could be loaded are computed again.
+    If a connector does not offer the stored tokens, no output is wrong. The tokens are recomputed, which takes time.
 
-    Verifies: the core's rule of this name. A resumed request is offered something if the connector had offered it more
-    than twice the tokens that are computed, unless more blocks were saved since than other data is known to have
-    survived, because it was offered later.
-    Does not verify: of the second half, tokens that were saved and never offered, because no event shows when they are
-    stored; requests with a failed load; several groups of layers; anything from before a reset.
+    Verifies: the core's rule of this name, and this: the connector offers a preempted request tokens if both are true:
+
+    - Before, the connector had offered it more than twice as many tokens as vLLM finds computed now.
+    - The connector is likely to have these tokens. Since they were saved, no more blocks were saved than between the
+      last use of another block and a later offer of that block.
+
+    Does not verify: tokens that were saved and never offered, because no event shows when they are stored; offers after
+    a failed load; offers for models with several groups of layers; offers of what was saved before a reset.
     """
 
     rule = "RESUME_COVERS_OUTPUT"
@@ -62,15 +66,17 @@ class ResumeCoversOutput(Checker):
     def _forget(self) -> None:
         self._accounts: dict[int, _Account] = {}
         self._seen_at: dict[bytes, int] = {}
-        """Key of a block → different blocks saved when a request that has it was last looked up or saved."""
+        """Key of a block → number of different blocks saved when a request with this block was last looked up or
+        saved."""
         self._saved_at: dict[bytes, int] = {}
-        """Key of a block → blocks saved, repeated ones included, when it was last saved."""
+        """Key of a block → number of blocks saved, with repetitions, when this block was last saved."""
         self._num_saved_blocks = 0
         self._num_survived = 0
-        """Most different blocks that were saved between the last use of a block and a later offer of it."""
+        """Largest number of different blocks that were saved between the last use of a block and a later offer of this
+        block."""
 
     def visits(self) -> Visits:
-        """Return those of the core's rule first."""
+        """Return the visits of the core's rule, then the visits of this rule."""
         return [*self._core.visits(), *super().visits()]
 
     @on(e.CacheReset)
@@ -119,7 +125,7 @@ class ResumeCoversOutput(Checker):
         self._seen_at.update(dict.fromkeys(keys, len(self._saved_at)))
 
     def _offered(self, account: _Account, num_tokens: int, keys: Sequence[bytes]) -> None:
-        """Note that the connector has so many tokens with these keys."""
+        """Note that the connector has the first `num_tokens` tokens of a request whose blocks have these keys."""
         keys = keys[: num_tokens // self._block_size]
         if keys and keys[-1] in self._seen_at:
             self._num_survived = max(self._num_survived, len(self._saved_at) - self._seen_at[keys[-1]])
@@ -142,6 +148,6 @@ class ResumeCoversOutput(Checker):
             return
         detail = (
             f"the connector offers nothing after the preemption, though it had {held.num_tokens} tokens of the "
-            f"request: all but {account.num_computed_tokens} are computed again"
+            f"request, so all tokens but {account.num_computed_tokens} are computed again"
         )
         self.broken(detail, held.sequence)

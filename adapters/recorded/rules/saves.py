@@ -1,4 +1,4 @@
-"""What is saved of a request, in which order, if a decoder reads the connector's metadata."""
+"""The order in which a request's blocks are saved: a rule that needs a decoder for the connector's metadata."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from kvledger.lifecycle import on
 from kvledger.lifecycle.audit import AuditModel
 
 MAX_KEYS = 1 << 20
-"""Number of different keys that are remembered. With more, it is not known what is stored."""
+"""Maximum number of different keys that are remembered. If there are more, it is not known which blocks are stored."""
 
 
 @attrs.define
 class _Account:
     num_blocks: int = 0
-    """Blocks from the first on that are judged already."""
+    """Number of blocks, from the first on, that are judged already."""
     nameless: list[int] = attrs.field(factory=list)
     """Places of saved blocks whose keys are not known yet."""
     hits: list[int] = attrs.field(factory=list)
-    """Tokens of the hit in each answer since the last preemption."""
+    """Tokens of the hit in each answer since the request's last preemption."""
 
 
 class StoreContiguous(RuleOfTables):
-    """STORE_CONTIGUOUS: what is saved of a request leaves no hole, because a lookup finds nothing after one.
+    """STORE_CONTIGUOUS: the saved blocks of a request have no hole, because a lookup finds nothing after a hole.
 
-    Breaking it costs time only: KV after a hole is computed again.
+    If a connector breaks this rule, no output is wrong. The KV after a hole is computed again, which takes time.
 
-    Verifies: each block before the last one of a save was saved for a request with the same tokens, was loaded, or was
-    in a hit that was answered; once for each hole. If the hits of several answers add up to the save's beginning, the
-    finding says that lookups moved it.
+    Verifies: each block of the request before the last block of a save was saved for a request with the same tokens,
+    was loaded, or was in the hit of an answer. Each hole is reported once. If the hits of several answers add up to the
+    start of the save, the finding says that lookups have moved the start.
     Does not verify: anything in a log without its beginning, or after a copy whose tokens the log does not show; groups
-    with a window; whether saved blocks are still stored; that anything is saved at all.
+    with a window; that saved blocks stay stored; that anything is saved at all.
     """
 
     rule = "STORE_CONTIGUOUS"
@@ -49,11 +49,11 @@ class StoreContiguous(RuleOfTables):
         self._group = next((group for group, window in enumerate(model.configuration.windows) if not window), None)
 
     def begin(self) -> None:
-        """Judge nothing: what was saved before is not known."""
+        """Begin in the middle of a log: judge nothing, because earlier saves are not known."""
         self._knows_all = False
 
     def _account(self) -> _Account:
-        """Return the account of the event's life; without a life, one that is thrown away."""
+        """Return the account of the event's life. If the event has no life, return a new account that is not kept."""
         return (
             _Account() if self.moment.life is None else self._accounts.setdefault(self.moment.life.ordinal, _Account())
         )
@@ -131,8 +131,8 @@ class StoreContiguous(RuleOfTables):
         if holes:
             detail = (
                 f"copy {copy.job} saves from block {copied[0]} of the request on, but no copy has saved block "
-                f"{holes[0]}, so no lookup finds the blocks after it"
+                f"{holes[0]}, so no lookup finds later blocks"
             )
             if len(account.hits) > 1 and sum(account.hits) // self._block_size == copied[0]:
-                detail += f"; the hits of {len(account.hits)} answers add up to its start, so lookups have moved it"
+                detail += f"; the hits of {len(account.hits)} answers add up to its start, so lookups moved the start"
             self.broken(detail)

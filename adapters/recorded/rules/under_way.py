@@ -1,7 +1,7 @@
-"""Copies in flight and blocks given to be filled: the base of the rules about both.
+"""Base of the rules about copies in flight, and about blocks that a request gets while copies are in flight.
 
-A copy is in flight from the metadata that hands it to the workers until its job, request or step ends in the log
-(`payloads.ENDS`). A copy whose end no log shows is over at once.
+A copy begins with the metadata that gives it to the workers. Its field `ends_with` says how the log shows its end
+(`payloads.ENDS`). A copy whose end is not in the log counts as ended at once.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from kvledger.lifecycle.events import NULL_BLOCK
 
 
 class Begun(NamedTuple):
-    """A copy, and the event and life that it belongs to."""
+    """A copy that has begun, the sequence number of its event, and its request."""
 
     sequence: int
     request_id: str
     ordinal: int
-    """Ordinal of the life; -1 if none has the blocks any more."""
+    """Ordinal of the request's life; -1: no life has the copy's blocks any more."""
     copy: payloads.Transferred
 
     @property
     def block_ids(self) -> frozenset[int]:
-        """Return the blocks, without null blocks for what a window does not see."""
+        """Return the copy's blocks. Null blocks, which stand for tokens outside a window, are left out."""
         return frozenset(self.copy.block_ids) - {NULL_BLOCK}
 
 
 class RuleOfCopies(Checker):
-    """Base of rules about copies that begin, or blocks that are given while copies are in flight."""
+    """Base of rules that judge copies when they begin, or blocks that a request gets while copies are in flight."""
 
     judges_loads: ClassVar[bool]
-    """Whether `begins` is called for loads; otherwise it is for saves."""
+    """Whether `begins` is called for loads. If False, `begins` is called for saves."""
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._under_way: dict[str, list[Begun]] = {}
-        """Job → its copies."""
+        """Job → the job's copies in flight."""
         self._awaited: frozenset[str] = frozenset()
-        """Jobs that end before this step computes anything."""
+        """Jobs that end before the current step computes anything."""
         self.given: dict[int, int] = {}
         """Block → ordinal of the life that fills it from this step on."""
 
     # --- for the rules ------------------------------------------------------------------------
 
     def begins(self, begun: Begun) -> None:
-        """Judge a copy that begins; `under_way` yields the others."""
+        """Judge a copy that begins. `under_way` yields the copies that began before and are in flight."""
 
     def step_built(self) -> None:
-        """Judge a step: all its copies have begun, and `given` is complete."""
+        """Judge a step. All copies of the step have begun, and `given` has all blocks that requests got."""
 
     def under_way(self, *, loads: bool) -> Iterator[Begun]:
-        """Yield the copies in flight in one direction."""
+        """Yield the loads in flight. Without `loads`, yield the saves in flight."""
         return (begun for begun in chain(*self._under_way.values()) if begun.copy.is_load is loads)
 
     def given_away(self, *, loads: bool) -> None:
-        """Report copies of one direction of which a block was given to another life."""
+        """Report the loads in flight of which another life got a block. Without `loads`, report such saves."""
         for begun in self.under_way(loads=loads):
             taken = {block for block in begun.block_ids if self.given.get(block, begun.ordinal) != begun.ordinal}
             # Other requests may share a block in the very step in which one computes it, and save it after that.

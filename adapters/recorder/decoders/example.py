@@ -1,6 +1,7 @@
-"""ExampleConnector: slots of the KV cache without a request (`kv_connector/v1/example_connector.py`, vLLM 0.32).
+"""ExampleConnector (`kv_connector/v1/example_connector.py`, vLLM 0.32).
 
-A copy takes whole blocks from the beginning of a request's table and ends within the step.
+Its metadata has slots of the KV cache, but no request ids. A copy takes whole blocks from the beginning of a request's
+table and ends within the step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from kvledger.adapters.recorded.payloads import STEP, Transferred
 
 
 def copies(metadata: Any, block_size: int) -> Iterator[tuple[str, Transferred]]:
-    """Yield one copy for each request in the step, named by its number."""
+    """Yield one copy for each request in the step. The copy's job is the number of the request in the metadata."""
     for number, request in enumerate(metadata.requests):
         block_ids = tuple(int(slot) // block_size for slot in request.slot_mapping[::block_size])
         if block_ids:

@@ -1,7 +1,8 @@
-"""LMCache's multi-process connector: a range of tokens with its blocks for each request.
+"""LMCache's multi-process connector. Its metadata has, for each request, a range of tokens and their blocks.
 
-vLLM 0.32 (`kv_connector/v1/lmcache_mp_connector.py`) lists the blocks of its only group, LMCache 0.5.6
-(`lmcache/integration/vllm/lmcache_mp_metadata.py`) those of each group. Classes and fields have the same names.
+The connector is in vLLM 0.32 (`kv_connector/v1/lmcache_mp_connector.py`), and in LMCache 0.5.6
+(`lmcache/integration/vllm/lmcache_mp_metadata.py`). vLLM's metadata has the blocks of its only group, LMCache's has a
+list of blocks for each group. Classes and fields have the same names.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvledger.adapters.recorded.payloads import Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
-    """Yield one copy for each request and group, whose block size follows from the range and its blocks."""
+    """Yield one copy for each request and group. The block size is computed from the range and the number of blocks."""
     for request in metadata.requests:
         op, is_load = request.op, request.direction == "RETRIEVE"
         tables = op.block_ids if op.block_ids and not isinstance(op.block_ids[0], int) else [op.block_ids]

@@ -1,6 +1,7 @@
-"""NixlConnector, pull and push: blocks of each group by request (`kv_connector/v1/nixl/metadata.py`, vLLM 0.32).
+"""NixlConnector, for pull and push (`kv_connector/v1/nixl/metadata.py`, vLLM 0.32).
 
-No metadata names what another engine reads from here: the blocks that an ended request keeps.
+Its metadata has the blocks of each group, by request. It does not name the blocks that another engine reads from this
+engine. These are blocks that an ended request keeps.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from kvledger.adapters.recorded.payloads import REQUEST, STEP, Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
-    """Yield what is received, copied to a host buffer within the step, and sent.
+    """Yield the copies that receive blocks, copy blocks to a host buffer within the step, or send blocks.
 
-    With one group, the received blocks follow the blocks that are cached here, if the metadata counts these
-    (`pull_scheduler.py`, update_state_after_alloc).
+    For a model with one group, the received blocks are after the locally cached blocks, if the metadata has the number
+    of cached blocks (`pull_scheduler.py`, update_state_after_alloc).
     """
     for request_id, received in metadata.reqs_to_recv.items():
         groups, cached = received.local_block_ids, received.local_num_computed_blocks

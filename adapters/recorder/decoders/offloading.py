@@ -9,7 +9,7 @@ from kvledger.adapters.recorded.payloads import JOB, Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
-    """Yield one copy for each job and each of its groups that has blocks."""
+    """Yield one copy for each job and each group in which the job has blocks."""
     yield from _of(metadata.load_jobs, is_load=True)
     yield from _of(metadata.store_jobs, is_load=False)
 
@@ -26,10 +26,10 @@ def _of(jobs: Mapping[int, Any], *, is_load: bool) -> Iterator[tuple[str, Transf
 
 
 def awaited(metadata: Any) -> Iterator[str]:
-    """Yield jobs that workers wait for before they use a block of the step (`worker.py`, handle_preemptions)."""
+    """Yield the jobs that workers finish before they use a block in the step (`worker.py`, handle_preemptions)."""
     yield from map(str, sorted(metadata.jobs_to_flush or ()))
 
 
 def completed(worker_metadata: Any) -> Iterator[tuple[str, int]]:
-    """Yield (job, number of workers that have done it)."""
+    """Yield (job, number of workers that have done the job)."""
     yield from ((str(job_id), count) for job_id, count in worker_metadata.completed_jobs.items())

@@ -1,7 +1,8 @@
-"""SimpleCPUOffloadConnector: one list of blocks for all loads of a step, one for all stores, over all groups.
+"""SimpleCPUOffloadConnector (`v1/simple_kv_offload/metadata.py` and `worker.py`, vLLM 0.32).
 
-Read against `v1/simple_kv_offload/metadata.py` and `worker.py`, vLLM 0.32. Only loads name their requests. With
-`lazy_offload` stores take blocks that are free and still cached, which may be no request's.
+Its metadata has one list of blocks for all loads of a step, and one list for all stores (saves), over all groups. Only
+loads name their requests. With `lazy_offload`, stores take blocks that are free and cached. These blocks may belong to
+no request.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvledger.adapters.recorded.payloads import JOB, REQUEST, Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
-    """Yield at most one load and one store of a step."""
+    """Yield the copies of a step: at most one load and one save."""
     if metadata.load_gpu_blocks:
         loading = metadata.load_event_to_reqs.get(metadata.load_event, ())
         blocks = tuple(metadata.load_gpu_blocks)
@@ -28,5 +29,5 @@ def _copy(job: str, block_ids: tuple[int, ...], *, is_load: bool) -> Transferred
 
 
 def completed(worker_metadata: Any) -> Iterator[tuple[str, int]]:
-    """Yield (store, number of workers that have done it); loads are reported by request."""
+    """Yield (save job, number of workers that have done the job). Loads are not reported by job but by request."""
     yield from ((f"store {event}", count) for event, count in worker_metadata.completed_store_events.items())

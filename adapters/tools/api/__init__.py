@@ -1,4 +1,4 @@
-"""Python API for reading logs. The package `kvledger` exports these names and imports this module on first use.
+"""Python API for reading logs. The package `kvledger` exports the names of this module, and loads it on first use.
 
 The API reads logs as the commands do, and prints nothing. `kvledger.lifecycle.events` describes the events.
 """

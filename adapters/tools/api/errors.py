@@ -17,7 +17,7 @@ class Error(Exception):
 
 
 class LogNotFound(Error):
-    """The path does not exist, or has no log."""
+    """The path does not exist, or contains no log."""
 
 
 class LogUnreadable(Error):
@@ -25,7 +25,7 @@ class LogUnreadable(Error):
 
 
 class RequestNotFound(Error):
-    """No request has the given id, or an id with the given part."""
+    """No request id equals or contains the given text."""
 
 
 class RequestAmbiguous(Error):
@@ -33,12 +33,12 @@ class RequestAmbiguous(Error):
 
 
 _OPTIONS_AS_ARGUMENTS = {"--lenient": "lenient=True"}
-"""Option that a command's remedy names → the same as an argument of `open_log`."""
+"""Option that a command's remedy names → argument of `open_log` with the same effect."""
 
 
 @contextlib.contextmanager
 def public_errors(path: Path) -> Iterator[None]:
-    """Convert errors of the tools while they read the log at `path` to the exceptions above."""
+    """Convert errors that occur while the log at `path` is read to the exceptions of this module."""
     try:
         yield
     except CommandFailed as error:

@@ -1,7 +1,7 @@
-"""`open_log`, and the log and requests that it returns.
+"""The function `open_log`, and the classes `Log` and `Request` of the objects that you get from it.
 
-You can read a log while an engine writes it; reading does not change it. For requests of a large log, the API builds an
-index in the user's cache folder, like `kvledger why`.
+You can read a log while an engine writes it. Reading does not change the log. To find requests in a large log, the API
+builds an index in the user's cache folder, like `kvledger why`.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ class Request:
 
     @cached_property
     def lives(self) -> tuple[Life, ...]:
-        """The id's lives, each from an arrival to its release. Reads the log once if `Log.request` made this object."""
+        """The lives of this id, each from an arrival to its release. May read the log when first accessed."""
         if self._known_lives is not None:
             return self._known_lives
         return reading.lives(self._source).get(self.request_id, ())
 
     def why(self) -> Iterator[Reason]:
-        """Yield a reason for each token that was left to compute or computed again.
+        """Yield the reasons why tokens of this request were left to compute or computed again.
 
-        A life that was never admitted has the reasons of its last lookup. If a life has more than 512 admissions, or
-        more than 512 steps that computed tokens again, only the first ones and the last one are kept. `docs/reasons.md`
-        explains the codes.
+        A life that was never admitted has the reasons of its last lookup. If a life has more than 512 admissions, only
+        the first of them and the last one have reasons. This limit also holds for steps that computed tokens again.
+        `docs/reasons.md` explains the codes.
 
         Raises:
-            LogUnreadable: the log's header is lost, and with it the sizes of blocks and chunks.
+            LogUnreadable: no copy of the log's header is intact, so the sizes of blocks and chunks are unknown.
         """
         return reading.reasons(self._source, self.request_id)
 
 
 @attrs.frozen
 class Log:
-    """One log, or all logs of a directory. Each method reads the logs again, start by start, the oldest first.
+    """One log, or all logs of a directory. Each method reads the logs again, beginning with the oldest engine start.
 
-    Of a damaged log you get what can be read; `verify` reports the damage.
+    From a damaged log, methods return what can be read. `verify` reports the damage.
     """
 
     path: Path
@@ -88,17 +88,17 @@ class Log:
         return itertools.chain.from_iterable(source.entries() for source in self._sources)
 
     def requests(self) -> Iterator[Request]:
-        """Yield every request in the order of first arrival. Keeps a record of each life in memory."""
+        """Yield every request in the order of first arrival. Keeps all lives of one engine start in memory."""
         for source in self._schedulers():
             for request_id, lives in reading.lives(source).items():
                 yield Request(source.start, request_id, source, lives)
 
     def request(self, request_id: str) -> Request:
-        """Return the request with this id, or with this part of an id if only one id has the part.
+        """Return the request with this id. A part of the id is enough if the part identifies one request.
 
         Raises:
-            RequestNotFound: no log has such an id.
-            RequestAmbiguous: several ids have the part, or several logs have the id.
+            RequestNotFound: no request id equals or contains the text.
+            RequestAmbiguous: several request ids contain the text, or several logs have the id.
         """
         known = []
         sources = {}
@@ -123,7 +123,7 @@ class Log:
         return reading.lookups(self._scheduler_entries())
 
     def copies(self) -> Iterator[Copy]:
-        """Yield every load and save in the order in which they were settled, then the copies that were not settled."""
+        """Yield the loads and saves of each start, in the order in which they ended. Unfinished copies come last."""
         return itertools.chain.from_iterable(reading.copies(source.entries()) for source in self._schedulers())
 
     def steps(self) -> Iterator[Step]:
@@ -139,16 +139,16 @@ class Log:
         return itertools.chain.from_iterable(verified(source).violations for source in self._sources)
 
     def to_arrow(self, name: str) -> pa.Table:
-        """Return one table of all logs, with the columns of `docs/tables.md`. Needs `pip install 'kvledger[lake]'`.
+        """Return a table with the rows of all logs. Needs `pip install 'kvledger[lake]'`.
 
         Args:
-            name: `requests`, `lookups`, `copies`, `steps`, `evictions`, `reasons`, or `violations`, which verifies
-                the logs.
+            name: `requests`, `lookups`, `copies`, `steps`, `evictions`, `reasons` or `violations`. `docs/tables.md`
+                describes the columns. `violations` verifies the logs.
 
         Raises:
-            ValueError: there is no such table.
+            ValueError: there is no table with this name.
             ModuleNotFoundError: pyarrow is not installed.
-            LogUnreadable: a log's header is lost.
+            LogUnreadable: no copy of a log's header is intact.
         """
         require("Log.to_arrow", "pyarrow")
         table = table_named(name)
@@ -163,9 +163,9 @@ class Log:
         """Return the table of `to_arrow` as a DataFrame. Columns have nullable types, so that integers stay exact.
 
         Raises:
-            ValueError: there is no such table.
+            ValueError: there is no table with this name.
             ModuleNotFoundError: pyarrow or pandas is not installed. kvledger's extras do not install pandas.
-            LogUnreadable: a log's header is lost.
+            LogUnreadable: no copy of a log's header is intact.
         """
         require("Log.to_pandas", "pyarrow")
         return data_frame(self.to_arrow(name))
@@ -175,7 +175,7 @@ class Log:
         return Report(tuple(verified(source) for source in self._sources), self.unreadable)
 
     def _schedulers(self) -> Iterable[Source]:
-        """Return the schedulers' logs: only these have requests."""
+        """Return the logs of schedulers. Only schedulers' logs have requests."""
         return (source for source in self._sources if source.rank is None)
 
     def _scheduler_entries(self) -> Iterator[Entry]:
@@ -190,7 +190,7 @@ def open_log(path: str | os.PathLike[str], *, lenient: bool = False) -> Log:
         lenient: skip events of a newer kvledger instead of refusing the log.
 
     Raises:
-        LogNotFound: the path does not exist, or has no log.
+        LogNotFound: the path does not exist, or contains no log.
         LogUnreadable: no log at the path can be read.
     """
     asked = Path(path)

@@ -1,7 +1,7 @@
-"""Turns the events of stored logs into records. The only module of the API that folds a log.
+"""Turns the events of stored logs into the records of the API.
 
-Lives and reasons come from the same folds as in the commands. A copy, its reports and its settlement have the same job
-id. Every other record is one event.
+Lives and reasons are computed by the same code as in the commands. The record of a copy combines all events with the
+copy's job id. Every other record is made from one event.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COMPUTED = {"admission", "recomputed", "computed_twice"}
 
 @attrs.frozen
 class Source:
-    """One log on disk. Each reading opens the log again, so readings are independent."""
+    """One log on disk. Each reading opens the log again, so that readings are independent of each other."""
 
     path: Path
     start: str
@@ -61,7 +61,7 @@ class Source:
 
 
 class Silence:
-    """A `Progress` that shows nothing: a library does not print."""
+    """A `Progress` that shows nothing, because a library does not print."""
 
     def progress(self, _log: StoredLog, _what: str, /) -> contextlib.AbstractContextManager[None]:
         """Show nothing."""
@@ -138,7 +138,7 @@ def evictions(entries: Iterable[Entry]) -> Iterator[Eviction]:
 
 
 def copies(entries: Iterable[Entry]) -> Iterator[Copy]:
-    """Yield each copy when it is settled, then the copies whose end is not in the log."""
+    """Yield each copy when it ends, then the copies whose end is not in the log."""
     in_flight: dict[int, Copy] = {}
     for entry in entries:
         event = entry.event
@@ -251,7 +251,7 @@ def reasons(source: Source, request_id: str) -> Iterator[Reason]:
 
 
 def _about_computed_tokens(causes: list[Cause]) -> list[Cause]:
-    """Return the causes about computed tokens, or else the last lookup."""
+    """Return the causes that are about computed tokens. If there are none, return the last lookup."""
     computed = [cause for cause in causes if cause.what in _COMPUTED]
     return computed or [cause for cause in causes if cause.what == "lookup"][-1:]
 

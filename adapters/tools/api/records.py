@@ -23,15 +23,15 @@ class Start:
     """One engine start and its logs."""
 
     name: str
-    """Name of the folder of the start's log; `start` in all records of this engine start."""
+    """Folder name of the start's main log. All records of this engine start have this name in `start`."""
     path: Path
-    """The scheduler's log, or the last worker's if there is none."""
+    """The main log: the scheduler's, or a worker's if the scheduler has no log that can be read."""
     worker_paths: tuple[Path, ...]
-    """Logs of its workers. Only the recorder's workers write logs."""
+    """Logs of this engine's workers. Only the recorder's workers write logs."""
     header: Mapping[str, object] = attrs.field(repr=False)
-    """Header of the log, key → value: versions, sizes, vocabulary. Empty if no copy of the header is intact."""
+    """Header of the main log, key → value: versions, sizes, vocabulary. Empty if no copy of the header is intact."""
     opened_at_unix_ns: int | None
-    """Time at which the log was opened, in nanoseconds since 1970; None: unknown."""
+    """Time at which the main log was opened, in nanoseconds since 1970; None: unknown."""
 
 
 @attrs.frozen(kw_only=True)
@@ -69,15 +69,15 @@ class Life:
     """Number of the arrival, unique in a log."""
     first_sequence: int
     last_sequence: int
-    """The life's events lie between `first_sequence` and this one, both included."""
+    """The life's events lie between `first_sequence` and `last_sequence`, both included."""
     arrived_ns: int
     finished_ns: int | None
-    """None if the request has not finished in the log."""
+    """When the request finished; None if the log does not contain this."""
     num_prompt_tokens: int
     num_tokens: int
     """Tokens of prompt and output."""
     outcome: str
-    """vLLM's final status; if the request has not finished, its last state in the log."""
+    """vLLM's final status of the request. If the request has not finished, its last state in the log."""
     num_preemptions: int
     num_lookups: int
     num_tokens_loaded: int
@@ -87,7 +87,7 @@ class Life:
     """Failed copies, refused loads, broken rules and failed hooks."""
     is_quarantined: bool
     queued_ns: int
-    """Time from the arrival until the first step, or until that step's load has completed."""
+    """Time from the arrival until the first step, or until the load of the first step has completed."""
     running_ns: int
     """Time running, including the waits between the turns of a session."""
     preempted_ns: int
@@ -98,8 +98,8 @@ class Life:
 class Lookup:
     """A lookup: the scheduler asked what can be loaded for a request, and got an answer.
 
-    `deferred_for_job` and `num_deferred` are set only if the answer was to ask again. In this case the hit, the offer
-    and `is_async` are None, and `miss_reason` is empty.
+    `deferred_for_job` and `num_deferred` are set only if the answer was a deferral. In this case `num_hit_tokens`,
+    `num_external_tokens` and `is_async` are None, and `miss_reason` is empty.
     """
 
     start: str
@@ -122,22 +122,22 @@ class Lookup:
     miss_reason: str
     """Why the hit ends."""
     deferred_for_job: int | None
-    """Id of the copy that the answer waits for."""
+    """Job id of the copy for which the request has to wait."""
     num_deferred: int | None
-    """Number of deferrals in a row, this one included."""
+    """Number of consecutive deferrals of the request, including this answer."""
     cause: int
     """Sequence number of the question."""
 
 
 @attrs.frozen(kw_only=True)
 class Copy:
-    """A copy between blocks and the host pool. `sequence` and `time_ns` are those of the decision."""
+    """A copy between blocks and the host pool. `sequence` and `time_ns` belong to the decision that issued it."""
 
     start: str
     sequence: int
     time_ns: int
     settled_sequence: int | None
-    """None if the copy's end is not in the log. `settled_ns` is then None, too."""
+    """Sequence number of the copy's end; None if the end is not in the log. `settled_ns`: time of the end."""
     settled_ns: int | None
     kind: str
     """`load`, `save` or `tail save`."""
@@ -149,30 +149,30 @@ class Copy:
     """`completed`, `failed`, `given up` (a save that a rank did not report), or `open` (the end is not in the log)."""
     error: str
     first_token: int | None
-    """None except for loads and tail saves."""
+    """First token of a load or tail save; None for a save of whole chunks."""
     num_tokens: int | None
-    """None except for loads and tail saves."""
+    """Number of tokens of a load or tail save; None for a save of whole chunks."""
     chunks: tuple[int, ...]
-    """Numbers of the saved chunks in the request; empty except for saves."""
+    """Numbers of the request's chunks that a save copies; empty for a load or tail save."""
     block_ids: tuple[int, ...]
     slots: tuple[int, ...]
     num_pages: int
-    """Number of block pages to copy."""
+    """Number of pages to copy."""
     is_async: bool
     """Whether steps go on during the copy."""
     before_forward: bool
-    """Whether the copy is a save before the forward pass, because its blocks are already free."""
+    """Whether the copy is a save that must end before the step's forward pass. vLLM has already freed the blocks."""
     ranks_done: tuple[int, ...]
     ranks_failed: tuple[int, ...]
     num_bytes: int
     """Bytes that workers reported."""
     worker_ns: int
-    """Nanoseconds that workers measured, added up over reports. A report about several copies is divided by bytes."""
+    """Nanoseconds that workers measured, added up. The time of a report about several copies is divided by bytes."""
 
 
 @attrs.frozen
 class Advance:
-    """A request in a step, unless the request only decoded one more token."""
+    """One request in a step. A request that only decodes one more token has no such record."""
 
     ordinal: int
     num_computed_tokens: int
@@ -224,9 +224,10 @@ class Reason:
     ordinal: int
     of: str
     """What happened to the tokens: `admission` (left to compute when the request was admitted), `recomputed` (computed
-    again after a preemption), `computed_twice` (after a rollback), or `lookup` (not found; not admitted so far)."""
+    again after a preemption), `computed_twice` (computed again after a rollback), or `lookup` (not found by the last
+    lookup of a request that has not been admitted)."""
     sequence: int
-    """Sequence number of the event at which this happened."""
+    """Sequence number of the event at which this happened to the tokens."""
     time_ns: int
     first_token: int
     end_token: int
@@ -252,4 +253,4 @@ _OF: Mapping[str, str] = {
     "computed_twice": "computed again after a rollback",
     "lookup": "not found",
 }
-"""`Reason.of` → the same in words."""
+"""Value of `Reason.of` → words."""

@@ -51,18 +51,18 @@ class Violation:
     rule: str
     """A name in `docs/invariants.md`."""
     request_id: str
-    """Empty if the breach concerns no single request."""
+    """Empty if the violation concerns no single request."""
     generation: int | None
     detail: str
     evidence: tuple[int, ...]
-    """Sequence numbers of earlier events that show the breach together with this one."""
+    """Sequence numbers of earlier events that show the violation together with the event at `sequence`."""
     time_ns: int
     ordinal: int | None
-    """Ordinal of the life that the breach concerns; None: unknown, or the breach concerns no single request."""
+    """Ordinal of the life that the violation concerns; None: unknown, or the violation concerns no single request."""
     cause: int
     """Sequence number of the observation at which the rule is broken."""
     finding: int
-    """Sequence number of the first event of its `Finding`."""
+    """Sequence number of the first event of the `Finding` to which the violation belongs."""
 
     def __str__(self) -> str:
         of = f", request {self.request_id}" if self.request_id else ""
@@ -81,9 +81,9 @@ class Divergence:
     decided: Event | None
     """The event that today's code decides, if there is one."""
     finding: int
-    """Sequence number of the first event of its `Finding`."""
+    """Sequence number of the first event of the `Finding` to which the divergence belongs."""
     error: str = ""
-    """Why `recorded` cannot be folded; empty: it can."""
+    """Why `recorded` cannot be folded; empty if it can be folded."""
 
 
 @attrs.frozen(kw_only=True)
@@ -106,18 +106,18 @@ class Damage:
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """One cause, as far as a log can show it, with its consequences. `kvledger verify` counts the same findings."""
+    """Faults with the same cause, as far as a log can show this. `kvledger verify` counts the same findings."""
 
     start: str
     rank: int | None
     sequence: int | None
-    """Sequence number of the first event; None: unknown."""
+    """Sequence number of the finding's first event; None: unknown."""
     request_id: str
     """Empty if the finding concerns no single request."""
     text: str
-    """The first breach in words: what, where, how often."""
+    """The first fault of the finding in words: what, where, how often."""
     follows: tuple[str, ...]
-    """The later breaches, in words."""
+    """The later faults of the finding, in words."""
 
     def __str__(self) -> str:
         return "\n  then ".join(map(visible, (self.text, *self.follows)))
@@ -136,7 +136,7 @@ class LogReport:
     num_events: int
     first_event_checked: int | None
     last_event_checked: int | None
-    """None if nothing could be checked, like `first_event_checked`."""
+    """Sequence number of the last event that was checked. Both numbers are None if no event could be checked."""
     findings: tuple[Finding, ...]
     violations: tuple[Violation, ...]
     """The first 1,000 at most."""
@@ -147,13 +147,13 @@ class LogReport:
     num_divergences: int
     damage: tuple[Damage, ...]
     not_judged: Mapping[str, str]
-    """Rule → why it was not checked, or not to the end."""
+    """Rule → why the rule was not checked, or not up to the end of the log."""
     remarks: tuple[str, ...]
     """Remarks on the log and on what the verdict covers."""
     ended: str
-    """How the log ended: `closed`, `cut_off`, `open` (a process is writing it) or `unknown`."""
+    """How the log ended: `closed`, `cut_off`, `open` (a process is writing the log) or `unknown`."""
     head_hash: str
-    """Chain hash of the last frame. Stored elsewhere, it shows later whether the log was rewritten."""
+    """Chain hash of the last frame. A copy that you store elsewhere shows later whether the log was rewritten."""
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {self.text}"]
@@ -168,7 +168,7 @@ class Report:
     """Results of verifying all logs that were opened."""
 
     logs: tuple[LogReport, ...]
-    """Start by start, the oldest first; for each start the scheduler's log, then the workers' logs."""
+    """One report per log, the oldest engine start first. For each start, the scheduler's log is before the workers'."""
     unreadable: tuple[LogUnreadable, ...] = ()
     """An error for each log that could not be opened."""
 
@@ -201,7 +201,7 @@ class Report:
 
     @property
     def not_judged(self) -> Mapping[str, str]:
-        """Rule → why it was not checked in some log, or not to the end."""
+        """Rule → why the rule was not checked in one of the logs, or not up to the log's end."""
         return {rule: why for each in self.logs for rule, why in each.not_judged.items()}
 
     def __str__(self) -> str:

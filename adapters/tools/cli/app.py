@@ -1,8 +1,8 @@
 """Builds the command line from `COMMANDS`.
 
 A command is the function `run` of the module with the command's name, or an entry point. The function takes the
-command's arguments and an `Output`, and returns an exit code. cyclopts imports only the chosen command.
-`kvledger --help` imports neither a command nor the core.
+command's arguments and an `Output`, and returns an exit code. The library cyclopts parses the command line and imports
+only the module of the chosen command. `kvledger --help` imports no command and not the core.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from kvledger.adapters.tools.exit_codes import ExitCode
 
 
 def build_app() -> App:
-    """Return the app with all commands; its `meta` runs the chosen command."""
+    """Return the cyclopts app with all commands. Its `meta` app parses the arguments and runs the chosen command."""
     app = App(
         name="kvledger",
         help="Read the event logs of kvledger.",
-        help_epilogue="COMMAND --help has its exit codes and examples. If LOG is left out, KVLEDGER_LOG is used.",
+        help_epilogue="kvledger COMMAND --help shows the exit codes of a command, and examples. If you leave out LOG, "
+        "the command takes it from the environment variable KVLEDGER_LOG.",
         help_format="plaintext",
         version=lambda: f"kvledger {version('kvledger')}",
         default_parameter=Parameter(negative=(), show_default=lambda default: str(default) if default else None),

@@ -1,7 +1,7 @@
 """`kvledger check`: report what a configuration would do, before an engine starts.
 
-The command runs the connector's own checks, which need vLLM and are imported only when the command runs. It loads no
-weights, allocates nothing, and leaves nothing on disk.
+The command runs the connector's own checks. These need vLLM, which is imported only when the command runs. The command
+loads no weights, allocates nothing, and leaves nothing on disk.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _PATH = re.compile(r"[^\s{}\[\]\"':@]{1,255}")
 """An argument that is not a file and that a message may quote. Other text may be a configuration with passwords."""
 
 
-_AS_VLLM = "as given to vLLM"
-_ONLY_1 = "as given to vLLM; only 1 is supported"
+_AS_VLLM = "same value as on the command line of your vLLM server"
+_ONLY_1 = "same value as on the command line of your vLLM server; kvledger supports only 1"
 
 
 @Parameter(name="*")
 @attrs.frozen(kw_only=True)
 class Server:
-    """Options of vLLM's server on which the effect of a configuration depends."""
+    """Options of the vLLM server that influence what the checked configuration does."""
 
     model: Annotated[
-        Path | None, Parameter(metavar="DIR", help="directory of a model; its config.json is read, not its weights")
+        Path | None, Parameter(metavar="DIR", help="directory of a model; only the model's config.json is read")
     ] = None
     block_size: Annotated[int | None, value(positive, "N", help=_AS_VLLM)] = None
-    tensor_parallel_size: Annotated[int, value(positive, "N", alias="-tp", help="as given to vLLM")] = 1
-    data_parallel_size: Annotated[int, value(positive, "N", alias="-dp", help="as given to vLLM")] = 1
+    tensor_parallel_size: Annotated[int, value(positive, "N", alias="-tp", help="same value as for vLLM")] = 1
+    data_parallel_size: Annotated[int, value(positive, "N", alias="-dp", help="same value as for vLLM")] = 1
     pipeline_parallel_size: Annotated[int, value(positive, "N", alias="-pp", help=_ONLY_1)] = 1
     decode_context_parallel_size: Annotated[int, value(positive, "N", alias="-dcp", help=_ONLY_1)] = 1
     prefill_context_parallel_size: Annotated[int, value(positive, "N", alias="-pcp", help=_ONLY_1)] = 1
@@ -68,8 +68,8 @@ def run(
         str | None,
         Parameter(
             metavar="JSON",
-            help="the object of --kv-transfer-config, or only its kv_connector_extra_config; as text or as a file. "
-            "Importing vLLM to check it takes seconds",
+            help="the JSON object of --kv-transfer-config, or only its kv_connector_extra_config. Give the text itself "
+            "or a file that contains the text. The command takes seconds, because it imports vLLM",
         ),
     ] = None,
     *,
@@ -79,7 +79,7 @@ def run(
 ) -> ExitCode:
     """Report what each connector of kvledger in the configuration would do."""
     if stdin is (configuration is not None):
-        raise CommandFailed("give the JSON, a file with it, or - for stdin")
+        raise CommandFailed("give the JSON in exactly one way: as text, as a file, or with - from stdin")
     transfer = _transfer(sys.stdin.read() if configuration is None else _text(configuration))
     if server.model is not None and not (server.model / "config.json").is_file():
         raise CommandFailed(f"{server.model} has no config.json; give the directory of a Hugging Face model")
@@ -114,16 +114,21 @@ def _text(given: str) -> str:
         reason = (error.strerror if isinstance(error, OSError) else "") or "not a text file"
         shown = repr(given) if _PATH.fullmatch(given) else Hidden.of(given)
         raise CommandFailed(
-            f"{shown}: neither a JSON object nor a readable file ({reason}); give a JSON object or a file that has one"
+            f"{shown} is neither a JSON object nor a readable file ({reason}); give a JSON object, or a file that "
+            "contains one"
         ) from error
 
 
 def _transfer(text: str) -> dict[str, Any]:
-    """Return the object of `--kv-transfer-config`; build it if only an extra configuration was given."""
+    """Return the object of `--kv-transfer-config` in the text. Build that object if the text has only its extra config.
+
+    Raises:
+        CommandFailed: the text is not a JSON object.
+    """
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CommandFailed(f"not valid JSON ({error}); in a shell, quote it with '") from error
+        raise CommandFailed(f"not valid JSON ({error}); in a shell, put the JSON in single quotes (')") from error
     if not isinstance(given, dict):
         raise CommandFailed(f"expected a JSON object, got {type(given).__name__}")
     if any(key.startswith("kv_") and key != "kv_cache_layout" for key in given):
@@ -133,9 +138,12 @@ def _transfer(text: str) -> dict[str, Any]:
 
 
 def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
-    """Return kvledger's connectors in the configuration: the connector itself, or children of a `MultiConnector`.
+    """Return the configurations of kvledger's connectors: the connector itself, or children of a `MultiConnector`.
 
-    Other connectors cannot be judged.
+    Connectors of other projects cannot be checked and are left out.
+
+    Raises:
+        CommandFailed: no connector is kvledger's.
     """
     from kvledger.adapters.vllm.transfer import accepted, connectors
 
@@ -145,8 +153,8 @@ def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
         return ours
     names = " and ".join(str(each.kv_connector) for each in every)
     raise CommandFailed(
-        f"{names}: not provided by kvledger, so not checked; to record a connector, name KVLedgerRecorder and put its "
-        'object into kv_connector_extra_config as "connector"'
+        f"{names}: not provided by kvledger, so not checked; to record a connector, set kv_connector to "
+        'KVLedgerRecorder and put the object of the recorded connector under "connector" in kv_connector_extra_config'
     )
 
 
@@ -187,14 +195,17 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], server: Server, ou
     if full_disk:
         output_of.note(full_disk)
     if server.model is None:
-        output_of.note("slots, tokens and bytes of a block depend on the model; give --model DIR to show them")
+        output_of.note(
+            "how many slots and tokens the pool has, and how large a block is, depends on the model; give --model DIR "
+            "to show these figures"
+        )
         return
     planned = _planned(server.model, settings, whole, server)
     output_of.plan(planned)
     if server.block_size is None and not planned.groups.declined:
         output_of.note(
-            f"the blocks are those that vLLM lays out on this machine ({platform()}); for a server on another device, "
-            "run this command there"
+            f"these figures are for the blocks that vLLM lays out on this machine ({platform()}); if the server has "
+            "another device, run this command on the server's machine"
         )
 
 
@@ -234,7 +245,7 @@ class _Shown:
         self._name = name
 
     def settings(self, settings: LogSettings) -> None:
-        """Print every setting (JSON), or the connector and where its log goes (text)."""
+        """Print every setting as JSON, or the connector's name and the place of its log as text."""
         if self._output.is_json:
             from kvledger.adapters.recorder.options import recorded_options
 
@@ -259,7 +270,12 @@ class _Shown:
             self._output.field("note", text)
 
     def keys(self, algorithm: str, why_guessable: str) -> None:
-        """Print how chunk keys are made, and why they could serve to test guessed prompts."""
+        """Print the hash algorithm of the chunk keys, and why a reader of a log could use keys to test guessed prompts.
+
+        Args:
+            algorithm: the hash algorithm.
+            why_guessable: the reason; empty if keys cannot be used in this way.
+        """
         if self._output.is_json:
             why = why_guessable or None
             self._output.record("keys", {"connector": self._name, "algorithm": algorithm, "guessable": why})
@@ -269,28 +285,29 @@ class _Shown:
             self._output.field("keys", f"{algorithm}, from the seed in PYTHONHASHSEED")
 
     def plan(self, planned: Plan) -> None:
-        """Print sizes and pools for the model, or why it is declined."""
+        """Print the sizes of blocks, chunks and pools for the model, or why kvledger declines the model."""
         figures = _figures(planned)
         if self._output.is_json:
             self._output.record("plan", {"connector": self._name, "declined": planned.groups.declined, **figures})
             return
         for reason in planned.groups.declined:
-            self._output.field("declined", f"{reason}; requests run as without a connector", "yellow")
+            self._output.field("declined", f"{reason}; requests run as if there were no connector", "yellow")
         if planned.groups.declined:
             return
         times = Counter(planned.configuration.windows)
         sees = ", ".join(
-            (f"the last {window}" if window else "all") + (f" ({number} of them)" if number > 1 else "")
+            (f"the last {window}" if window else "all") + (f" ({number} groups)" if number > 1 else "")
             for window, number in times.items()
         )
         self._output.field(
             "blocks",
-            f"{figures['block_size']} tokens, in {plural(figures['num_groups'], 'group')} of layers that see: {sees}",
+            f"{figures['block_size']} tokens each, in {plural(figures['num_groups'], 'group')} of layers; tokens that "
+            f"a group reads: {sees}",
         )
         self._output.field("chunks", f"{figures['chunk_size']} tokens")
         self._output.field(
             "pool",
-            f"{size(figures['host_bytes'])}, {plural(figures['num_slots'], 'slot')} a pool, "
+            f"{size(figures['host_bytes'])} in all, {plural(figures['num_slots'], 'slot')} in each pool, room for "
             f"{plural(figures['num_tokens'], 'token')}",
         )
         ranks = plural(figures["num_ranks"], "rank")
@@ -300,7 +317,7 @@ class _Shown:
 
 
 def _figures(planned: Plan) -> dict[str, int]:
-    """Return name → figure. `host_bytes` is for all pools together, `num_slots` for each."""
+    """Return name → figure. `host_bytes` is the size of all pools together, `num_slots` the slots of each pool."""
     configuration = planned.configuration
     num_groups = len(configuration.windows)
     return {
@@ -322,8 +339,8 @@ def _log_text(settings: LogSettings) -> str:
         return f"in memory, the newest {size(settings.memory_log_bytes)}"
     limit = "without limit" if settings.max_log_bytes is None else f"at most {size(settings.max_log_bytes)}"
     survives = (
-        "a crash of the machine, except for the last moments"
+        "a crash of the machine, except for the events of the last moments"
         if settings.durability == "disk"
-        else "a crash of the process, but no power cut"
+        else "a crash of the process, but not a power cut"
     )
     return f"{settings.log_dir.absolute()}, {limit}, survives {survives}"

@@ -1,4 +1,4 @@
-"""The help of each command, available without importing its module: one line, exit codes, two examples.
+"""The help of each command: one line, exit codes, and two examples. Reading it imports no module of a command.
 
 `--help`, docs/commands.md and the tests that run the examples use this help. This module must not know how a command
 works.
@@ -18,7 +18,7 @@ from kvledger.adapters.tools.exit_codes import OF_EVERY_COMMAND, VERDICTS, ExitC
 _COLUMNS = 78
 
 _UNREADABLE = "the log cannot be read: it is damaged throughout, access is denied, or a newer kvledger wrote it"
-_DAMAGED_TOO = "shown, even if the log is damaged: stderr names the damage, `kvledger verify` judges it"
+_DAMAGED_TOO = "shown, even if the log is damaged; stderr then names the damage, and `kvledger verify` gives a verdict"
 _NOTHING = "nothing could be checked: no event is selected, or earlier events are missing and no snapshot replaces them"
 
 
@@ -28,14 +28,14 @@ class Command:
 
     help: str
     exit_codes: Mapping[ExitCode, str]
-    """Exit code → its meaning for this command. `OF_EVERY_COMMAND` has the codes of all commands."""
+    """Exit code → its meaning for this command. `OF_EVERY_COMMAND` has the codes that every command can return."""
     examples: Mapping[str, str]
     """Purpose → command line."""
     is_entry_point: bool = False
-    """Whether the command is outside of the tools: the entry point of its name in the group `kvledger.commands`."""
+    """Whether the command's code is outside of this package: an entry point of the group `kvledger.commands`."""
 
     def path(self, name: str) -> str:
-        """Return the path from which cyclopts imports the function of the command `name`."""
+        """Return the import path of the function that runs the command `name`, in the form that cyclopts takes."""
         return f"{__name__}:{name}" if self.is_entry_point else f"{__package__}.{name}:run"
 
     def epilogue(self) -> str:
@@ -54,7 +54,7 @@ def _codes(codes: Mapping[ExitCode, str]) -> str:
 
 
 def __getattr__(name: str) -> Callable[..., ExitCode]:
-    """Return the function of a command that is an entry point. cyclopts calls this."""
+    """Return the function of the command `name`, which is an entry point. cyclopts calls this function."""
     from importlib.metadata import entry_points  # noqa: PLC0415 -- searches all installed packages
 
     for entry_point in entry_points(group="kvledger.commands", name=name):
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Callable[..., ExitCode]:
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "ls": Command(
-            "list the logs of a directory, and how each ended",
+            "list the logs of a directory, and show how each log ended",
             {
                 ExitCode.SOUND: "listed, even if a log is damaged",
                 ExitCode.DAMAGED: "a log cannot be read at all",
@@ -86,19 +86,19 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             },
         ),
         "verify": Command(
-            "check a log: damage, rules, and whether today's code decides the same",
+            "check a log for damage and broken rules, and whether today's code makes the same decisions",
             {code: VERDICTS[code] for code in sorted(VERDICTS)},
             {
                 "every log of a log_dir": "kvledger verify logs",
-                "the verdict on the newest start, for a script": "kvledger verify logs --newest --json | tail -n 1",
+                "the verdict on the newest engine start": "kvledger verify logs --newest --json | tail -n 1",
             },
         ),
         "show": Command(
             "show a log, the timeline of a request, or the state at one moment",
             {
                 ExitCode.SOUND: _DAMAGED_TOO,
-                ExitCode.DAMAGED: f"{_UNREADABLE}; --at: the log is damaged before that moment",
-                ExitCode.DIVERGED: "--at: an event before that moment cannot be folded",
+                ExitCode.DAMAGED: f"{_UNREADABLE}; with --at also: the log is damaged before that moment",
+                ExitCode.DIVERGED: "with --at: today's code cannot fold all events up to that moment",
                 ExitCode.NOTHING_CHECKED: _NOTHING,
             },
             {
@@ -111,15 +111,15 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE, ExitCode.NOTHING_CHECKED: _NOTHING},
             {
                 "why one request waited and computed tokens again": "kvledger why logs chat-17",
-                "its causes from event 10 on, for a program": "kvledger why logs chat-17 --since 10 --json",
+                "the causes for this request from event 10 on": "kvledger why logs chat-17 --since 10 --json",
             },
         ),
         "stats": Command(
             "sum up what the cache did, with a reason for every missed and recomputed token",
             {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE, ExitCode.NOTHING_CHECKED: _NOTHING},
             {
-                "each log, and all of them together": "kvledger stats logs",
-                "the newest log from 20 ms on": "kvledger stats logs --newest --since 20ms",
+                "the figures of each log, and of all logs together": "kvledger stats logs",
+                "the newest log, from 20 ms after its opening on": "kvledger stats logs --newest --since 20ms",
             },
         ),
         "export": Command(
@@ -127,9 +127,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {
                 ExitCode.SOUND: "written, even if the log is damaged",
                 ExitCode.DAMAGED: _UNREADABLE,
-                ExitCode.NOTHING_CHECKED: f"written, but for one log {_NOTHING}",
-                ExitCode.TRY_AGAIN: "--otlp: the endpoint cannot be reached or accepts nothing now",
-                ExitCode.REFUSED: "--otlp: the endpoint refused the spans",
+                ExitCode.NOTHING_CHECKED: f"written, but for at least one log {_NOTHING}",
+                ExitCode.TRY_AGAIN: "with --otlp: the endpoint cannot be reached, or accepts nothing at the moment",
+                ExitCode.REFUSED: "with --otlp: the endpoint refused the spans",
             },
             {
                 "a page for a ticket": "kvledger export logs/2026-01-05 --html -o incident.html",
@@ -141,15 +141,15 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {
                 ExitCode.SOUND: "written, even if a log is damaged",
                 ExitCode.DAMAGED: _UNREADABLE,
-                ExitCode.NOTHING_CHECKED: f"written, but for one log {_NOTHING}",
+                ExitCode.NOTHING_CHECKED: f"written, but for at least one log {_NOTHING}",
             },
             {
-                "all logs, every table but violations": "kvledger tables logs -o tables",
+                "all logs, every table except violations": "kvledger tables logs -o tables",
                 "all logs, the broken rules": "kvledger tables logs -o tables --table violations",
             },
         ),
         "core": Command(
-            "show the states, handlers, extensions, rules and tables of this installation or of a log",
+            "show the states, handlers, extensions, rules and state transitions of this installation or of a log",
             {ExitCode.SOUND: "shown", ExitCode.DAMAGED: _UNREADABLE},
             {
                 "the core that a connector would use here": "kvledger core",
@@ -160,11 +160,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "copy logs into a NATS JetStream stream",
             {
                 ExitCode.SOUND: "everything is in the stream",
-                ExitCode.DAMAGED: "a log is damaged, or events were deleted before they were shipped; the rest is in "
-                "the stream",
-                ExitCode.TRY_AGAIN: "part of the logs is not shipped yet: run the same command later to continue",
-                ExitCode.REFUSED: "the server refused access or a log, the stream does not exist, or the extra `nats` "
-                "is not installed",
+                ExitCode.DAMAGED: "a log is damaged, or events were deleted before they were shipped; all other events "
+                "are in the stream",
+                ExitCode.TRY_AGAIN: "a part of the logs is not shipped yet; to continue, run the same command later",
+                ExitCode.REFUSED: "the server refused access or refused a log, the stream does not exist, or the extra "
+                "`nats` is not installed",
             },
             {
                 "every log, until stopped": "kvledger ship logs --to nats://nats.example/LOGS --follow",
@@ -174,17 +174,17 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "repro": Command(
             "write a test that reproduces an incident by repeating the recorded hook calls",
             {
-                ExitCode.SOUND: "written, and the test fails as it should; with --pin it passes",
+                ExitCode.SOUND: "written, and the test fails here, as it should (with --pin: it passes, as it should)",
                 ExitCode.DAMAGED: _UNREADABLE,
-                ExitCode.DIVERGED: "written, but the test passes here; with --pin it fails",
+                ExitCode.DIVERGED: "written, but the test passes here, so it shows no bug (with --pin: it fails here)",
                 ExitCode.NOTHING_CHECKED: "the log has no event, or its beginning is missing",
                 ExitCode.NOT_VERIFIED: "written, but the test could not be run here",
-                ExitCode.USAGE: "wrong usage; or the log has no incident (--pin needs none); or it is a recorder's log "
-                "and no connector is named",
+                ExitCode.USAGE: "wrong usage; the log has no incident (--pin needs none); or a recorder wrote the log, "
+                "and neither --connector nor --run-recorded is given",
             },
             {
                 "the first incident of a log": "kvledger repro logs/2026-01-06 -o test_incident.py",
-                "the answers that a request got": "kvledger repro logs/2026-01-05 chat-17 --pin -o test_chat_17.py",
+                "the answers that one request got": "kvledger repro logs/2026-01-05 chat-17 --pin -o test_chat_17.py",
             },
             is_entry_point=True,
         ),
@@ -192,20 +192,21 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "test whether a connector does what vLLM relies on",
             {
                 ExitCode.SOUND: "no obligation is broken",
-                ExitCode.RULE_BROKEN: "an obligation is broken, or a rule that belongs to no obligation",
-                ExitCode.NOTHING_CHECKED: "nothing could be checked: no run allowed a verdict on any obligation",
+                ExitCode.RULE_BROKEN: "an obligation is broken, or a rule that belongs to no obligation is broken",
+                ExitCode.NOTHING_CHECKED: "nothing could be checked: no run allowed a verdict on an obligation",
             },
             {
                 "a connector that vLLM registers": "kvledger conformance OffloadingConnector --seeds 5",
-                "one run of random traffic again": 'kvledger conformance connector:Mine --only "world 17"',
+                "repeat one run with random traffic": 'kvledger conformance connector:Mine --only "world 17"',
             },
         ),
         "check": Command(
-            "report what a vLLM configuration would do, before an engine starts",
+            "report what a connector configuration for vLLM would do, without starting an engine",
             {
-                ExitCode.SOUND: "an engine would start with it; if it declines the model, the output has the reason",
-                ExitCode.REFUSED: "an engine on this machine would refuse it (the output has the reason), or vLLM is "
-                "not installed",
+                ExitCode.SOUND: "an engine would start with the configuration; if kvledger declines the model, the "
+                "output has the reason",
+                ExitCode.REFUSED: "an engine on this machine would refuse the configuration, and the output has the "
+                "reason; or vLLM is not installed",
             },
             {
                 "the capacity of a pool of 1 GiB": 'kvledger check \'{"host_bytes": "1GiB"}\' --model models/llama',
@@ -225,7 +226,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {ExitCode.SOUND: "printed"},
             {
                 "for bash, in ~/.bashrc": 'eval "$(kvledger completion bash)"',
-                "for fish, once": "kvledger completion fish > ~/.config/fish/completions/kvledger.fish",
+                "for fish; run this one time": "kvledger completion fish > ~/.config/fish/completions/kvledger.fish",
             },
         ),
     }

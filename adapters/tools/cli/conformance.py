@@ -43,20 +43,21 @@ _STYLES = {"kept": "green", "broken": "bold red", "not judged": "yellow"}
 @Parameter(name="*")
 @attrs.frozen
 class Examined:
-    """The connector to run, and the runs."""
+    """The connector to test, and the runs to make with it."""
 
     connector: Annotated[
-        str, Parameter(metavar="MODULE:CLASS", help="class of the connector, or a name that vLLM registers")
+        str, Parameter(metavar="MODULE:CLASS", help="class of the connector, or its name in vLLM's registry")
     ]
     extra_config: Annotated[
         dict[str, Any],
         value(
             json_object,
             "JSON",
-            help="its kv_connector_extra_config; {run_dir} in a string is a directory that is empty when a run begins",
+            help="the connector's kv_connector_extra_config; in its strings, {run_dir} stands for a directory that is "
+            "empty at the start of each run",
         ),
     ] = attrs.field(factory=dict, kw_only=True)
-    seeds: Annotated[int, value(count, "N", help="number of worlds (runs of random traffic)")] = attrs.field(
+    seeds: Annotated[int, value(count, "N", help="number of worlds (runs with random traffic)")] = attrs.field(
         default=50, kw_only=True
     )
     first: Annotated[int, value(count, "N", help="seed of the first world")] = attrs.field(default=0, kw_only=True)
@@ -64,16 +65,19 @@ class Examined:
         str | None,
         Parameter(
             metavar="MODULE:FUNCTION",
-            help="function that gets the scheduler side and the worker side and deletes their KV, so that loads fail",
+            help="function that makes loads fail: it gets the connector's scheduler side and worker side, and deletes "
+            "the saved KV",
         ),
     ] = attrs.field(default=None, kw_only=True)
     only: Annotated[
-        str | None, Parameter(metavar="RUN", help='run only this: the name of a scenario, or "world 17"')
+        str | None, Parameter(metavar="RUN", help='make only this run: a scenario, or a world such as "world 17"')
     ] = attrs.field(default=None, kw_only=True)
     directory: Annotated[
         Path,
         Parameter(
-            name=("--output", "-o"), metavar="DIR", help="directory for the logs of runs in which something broke"
+            name=("--output", "-o"),
+            metavar="DIR",
+            help="directory for the logs of runs that broke an obligation or a rule",
         ),
     ] = attrs.field(default=Path("kvledger-conformance"), kw_only=True)
 
@@ -148,7 +152,11 @@ def _show_verdict(
 
 
 def _played(chosen: Sequence[Run], subject: Subject, directory: Path, output: Output) -> list[Outcome]:
-    """Play the runs. After SIGINT or SIGTERM, return the runs that had ended, if any."""
+    """Make the runs and return their outcomes. After SIGINT or SIGTERM, return the outcomes of the completed runs.
+
+    Raises:
+        KeyboardInterrupt: SIGINT or SIGTERM came before any run was completed.
+    """
     from kvledger.adapters.lab.conformance import runs
 
     outcomes: list[Outcome] = []
@@ -173,7 +181,7 @@ def _played(chosen: Sequence[Run], subject: Subject, directory: Path, output: Ou
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise `KeyboardInterrupt`, as SIGINT does."""
+    """Make SIGTERM raise `KeyboardInterrupt`, as SIGINT does."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -190,7 +198,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _refuse_missing_module(given: str) -> None:
-    """Refuse "module:name" if there is no such module, before seconds are spent on importing vLLM."""
+    """Refuse "module:name" if the module does not exist. Called before the import of vLLM, which takes seconds."""
     module = given.rpartition(":")[0]
     try:
         is_missing = bool(module) and importlib.util.find_spec(module) is None
@@ -201,7 +209,8 @@ def _refuse_missing_module(given: str) -> None:
         return
     if is_missing:
         raise CommandFailed(
-            f"{given}: there is no module {module}; put its folder on PYTHONPATH (PYTHONPATH=. for the current folder)"
+            f"{given}: there is no module {module}; put the folder that contains it on PYTHONPATH (PYTHONPATH=. for "
+            "the current folder)"
         )
 
 
@@ -263,7 +272,13 @@ def _chosen(examined: Examined) -> list[Run]:
 
 
 def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, list[str]]:
-    """Return the connector, without its worker if the worker cannot run here, and remarks."""
+    """Return the connector to test, and remarks for the report.
+
+    If the connector's worker side cannot run here, only its scheduler side is tested, and a remark says so.
+
+    Raises:
+        CommandFailed: the connector cannot be loaded or started.
+    """
     from kvledger.adapters.lab.conformance import runs
     from kvledger.adapters.lab.conformance.subject import Subject
     from kvledger.adapters.recorder.options import without_unrecorded
@@ -278,7 +293,7 @@ def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, 
         message = f"{examined.connector}: {text(error)}; give MODULE:CLASS of a vLLM connector"
         raise CommandFailed(message) from error
     added = {key: value for key, value in subject.extra_config.items() if key not in examined.extra_config}
-    remarks = [f"run with --extra-config {json.dumps(added)}, the default for this connector"] if added else []
+    remarks = [f"tested with --extra-config {json.dumps(added)}, the default for this connector"] if added else []
     try:
         runs.built(first, subject, directory)
     except BaseException as error:  # noqa: BLE001 -- if its worker is the reason, the scheduler side runs alone
@@ -291,15 +306,18 @@ def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, 
             message = f"{examined.connector} cannot be started: {text(error)}; give its settings with --extra-config"
             raise CommandFailed(message) from error
         remark = (
-            f"its worker side cannot run here ({text(error)}), so only its scheduler side was run: no "
-            "bytes were copied, and everything that vLLM waited for was reported as done"
+            f"the connector's worker side cannot run here ({text(error)}), so only its scheduler side was run; no "
+            "bytes were copied, and every copy that vLLM waited for was reported as done"
         )
         return without, [*remarks, remark]
     return subject, remarks
 
 
 def _again(examined: Examined, run_name: str) -> str:
-    """Return the command that repeats one run. The user has to fill in options that may be secrets."""
+    """Return the command that repeats one run.
+
+    In place of options that may be secrets, it has their type and length. The user has to fill in their values.
+    """
     from kvledger.adapters.recorder.options import recorded_options
 
     shown = recorded_options(examined.extra_config)

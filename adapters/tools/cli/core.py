@@ -1,4 +1,4 @@
-"""`kvledger core`: print states, handlers, extensions, rules and tables of this installation or of a log."""
+"""`kvledger core`: print states, handlers, extensions, rules and transitions of this installation or of a log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from kvledger.lifecycle.events import ExtensionStopped
 def run(
     log: Annotated[Path | StreamUrl | None, value(log_argument, help="a log; default: this installation")] = None,
     *,
-    mirror: Annotated[Path | None, Parameter(metavar="DIR", help="directory for the copies of a stream's logs")] = None,
+    mirror: Annotated[
+        Path | None, Parameter(metavar="DIR", help="directory for the local copies of the logs of a NATS stream")
+    ] = None,
     deciding: Deciding = NOTHING_CHOSEN,
     output: Written,
 ) -> ExitCode:
@@ -65,7 +67,7 @@ def run(
 
 
 def described(core: Core) -> dict[str, object]:
-    """Return name → part of a core, as plain values."""
+    """Return name → part of the core, as plain values for JSON."""
     return {
         "fingerprint": core.fingerprint(),
         "events": {event_id: event.version for event_id, event in core.events.items()},
@@ -83,7 +85,7 @@ def described(core: Core) -> dict[str, object]:
 
 
 def _stopped(log: StoredLog, output: Output) -> dict[str, int]:
-    """Return extension → sequence number of the event that stopped it."""
+    """Return name of a stopped extension → sequence number of the event that stopped the extension."""
     if not log.core.extensions:
         return {}
     with output.progress(log, "looking for stopped extensions"):
@@ -95,6 +97,10 @@ def _sub_states(core: Core) -> list[tuple[str, str]]:
 
 
 def handlers_in(fingerprint: str) -> dict[str, list[str]]:
-    """Return state → its handlers as "module:Class", in the order of their calls, from a handler fingerprint."""
+    """Return state → its handlers as "module:Class", in the order in which they are called.
+
+    Args:
+        fingerprint: a handler fingerprint of a core or of a log's header.
+    """
     states = (of_state.partition("=") for of_state in fingerprint.split())
     return {state: classes.split("+") for state, _, classes in states}

@@ -29,13 +29,14 @@ def run(
     reading: Reading,
     *,
     perfetto: Annotated[bool, Parameter(help="write a trace for ui.perfetto.dev")] = False,
-    html: Annotated[bool, Parameter(help="write one self-contained page, for a ticket")] = False,
+    html: Annotated[bool, Parameter(help="write one HTML file that you can attach to a ticket")] = False,
     otlp: Annotated[
         str | None,
         Parameter(
             metavar="TARGET",
             allow_leading_hyphen=True,
-            help="send OpenTelemetry spans to http://host:4318, or write them to a file as lines of JSON (-: stdout)",
+            help="send OpenTelemetry spans to an endpoint such as http://host:4318, or write the spans as lines of "
+            "JSON to a file (-: stdout)",
         ),
     ] = None,
     path: Annotated[
@@ -45,21 +46,23 @@ def run(
     force: Annotated[bool, Parameter(help="replace FILE if it exists")] = False,
     output: Written,
 ) -> ExitCode:
-    """Write the selected part of each log into one file."""
+    """Write the selected parts of all logs into one file, or send them as spans."""
     if [perfetto, html, otlp is not None].count(True) != 1:
-        raise CommandFailed("give one format: --perfetto, --html or --otlp")
+        raise CommandFailed("give one format, and no more: --perfetto, --html or --otlp")
     if otlp is not None:
         if path is not None:
             raise CommandFailed(
-                f"--otlp and -o exclude each other, because --otlp has its own target; give only --otlp {path}"
+                f"--otlp and -o cannot be used together, because --otlp names its own target; give only --otlp {path}"
             )
         return export_spans(otlp, reading, deciding, output, force=force)
     if path is None and Path(reading.request or "").suffix in _SUFFIXES:
         raise CommandFailed(
-            f"{reading.request} was parsed as the REQUEST; to write that file, give -o {reading.request}"
+            f"{reading.request} was parsed as the REQUEST; to write a file of this name, give -o {reading.request}"
         )
     if output.is_json and path is None:
-        raise CommandFailed("--json prints a list of the written files to stdout; name a file with -o")
+        raise CommandFailed(
+            "--json prints a list of the written files to stdout, so the export needs a file; name a file with -o"
+        )
     logs = foldable(reading, output, core=deciding.core())
     with open_target(path, overwrite=force) as file:
         if perfetto:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def export_spans(name: str, reading: Reading, deciding: Deciding, output: Output, *, force: bool) -> ExitCode:
-    """Send or write the spans of the selected part of each log to the target `name`.
+    """Send the spans of the selected part of each log to the endpoint `name`, or write them to the file `name`.
 
     Raises:
         CommandFailed: the target cannot be used, or does not accept the spans.
@@ -43,7 +43,9 @@ def export_spans(name: str, reading: Reading, deciding: Deciding, output: Output
         if is_endpoint(name):
             target = stack.enter_context(contextlib.closing(SpanEndpoint(name)))
         elif output.is_json and path is None:
-            raise CommandFailed("--json prints a list of the written files to stdout; name a file: --otlp FILE")
+            raise CommandFailed(
+                "--json prints a list of the written files to stdout, so the spans need a file; give --otlp FILE"
+            )
         else:
             target = SpanFile(name, stack.enter_context(open_target(path, overwrite=force)))
         logs = list(selected(reading, output, core=deciding.core()))
@@ -71,7 +73,7 @@ def _export(log: StoredLog, selection: Selection, target: SpanTarget, output: Ou
     opened_at = log.header.get("opened_at_unix_ns")
     if not isinstance(opened_at, int):
         raise CommandFailed(
-            f"{log.path}: its header has no opening time, which spans need; use --perfetto, which does not"
+            f"{log.path}: its header has no opening time, but spans need one; use --perfetto, which needs none"
         )
     batches = Batches(target)
     model = begin_model(log)

@@ -1,4 +1,4 @@
-"""Follows a log: one line for each thing that happens to a request, except progress of saves and prefill."""
+"""Follows a log: makes one line for everything that happens to a request, except progress of saves and prefill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STUCK_AFTER_POLLS = 25
 
 @attrs.frozen
 class Line:
-    """Effect of one observation on one request (`request_id` empty: on no single request)."""
+    """Effect of one observation on one request. `request_id` is empty if it concerns no single request."""
 
     first_sequence: int
     time_ns: int
@@ -49,7 +49,7 @@ class Polls(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def repeats_text(self) -> str:
-        """The lookups after the first one, in words."""
+        """All lookups of this series after the first one, in words."""
         text = f"looked up {plural(self.num_repeats, 'more time')} in {duration(self.last_ns - self.first_ns)}"
         return (
             f"{text}; the last: {self.last_text}" if self.last_text != self.first_text else f"{text}: the same answer"
@@ -57,10 +57,10 @@ class Polls(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """State of a feed between observations."""
+    """State that a `Feed` keeps from one observation to the next."""
 
     polls: dict[str, Polls] = {}
-    """Request id → its latest lookups."""
+    """Request id → the latest lookups of this request."""
     under_way: UnderWay | None = None
 
 
@@ -76,12 +76,12 @@ class Feed(ObservationVisitor):
         self._lines: list[Line] = []
 
     def pop_lines(self) -> list[Line]:
-        """Return the lines since the last call."""
+        """Return the lines that were added since the previous call of this method."""
         lines, self._lines = self._lines, []
         return lines
 
     def observed(self, observation: Observation) -> None:
-        """Add the lines of an observation."""
+        """Add one line for each request that the observation concerns."""
         own = getattr(observation.event, "request_id", "")
         concerning: dict[str, list[e.Event]] = {own: []}
         for _, event in observation.decisions:
@@ -107,7 +107,10 @@ class Feed(ObservationVisitor):
         return "; ".join(filter(None, (*parts, *describe_decisions(decisions, self._core))))
 
     def _repeats(self, request_id: str, text: str, sequence: int) -> bool:
-        """Whether a lookup only repeats the previous one. vLLM looks up a waiting request in every step."""
+        """Whether a lookup repeats the request's previous one, apart from numbers. If so, count it.
+
+        vLLM looks up a waiting request in every step.
+        """
         polls, now_ns = self.state.polls.get(request_id), self.moment.time_ns
         if polls is not None and without_numbers(polls.last_text) == without_numbers(text):
             polls.last_text, polls.last_ns, polls.last_sequence = text, now_ns, sequence
@@ -118,7 +121,7 @@ class Feed(ObservationVisitor):
         return False
 
     def _end_polls(self, request_id: str) -> None:
-        """Add a line for the repeated lookups, before the next line of the request."""
+        """Add a line for the repeated lookups of a request, if there are any. Called before the request's next line."""
         polls = self.state.polls.pop(request_id, None)
         if polls is not None and polls.num_repeats:
             state, _ = self.paths(request_id)
@@ -128,10 +131,10 @@ class Feed(ObservationVisitor):
 
 
 def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
-    """Yield every batch of a log after `log.start_sequence`, then the batches that are appended.
+    """Yield every batch of a log after `log.start_sequence`, then each batch that is appended later.
 
-    Yields None after each look at the log. Ends when no process writes the log. A copy or a mirror does not show this,
-    so it is followed without end.
+    Yields None each time when it has read all that is in the log. Ends when no process writes the log any more. A copy
+    or a mirror of a log does not show whether a process writes the log, so this function follows it without end.
     """
     place, last_sequence = (log.files()[0].name, 0), log.start_sequence
     for batch in log.batches_behind(last_sequence) if last_sequence else log.batches():

@@ -1,4 +1,4 @@
-"""Finds the logs that LOG means, and the log and the request that REQUEST means."""
+"""Finds the logs that the argument LOG names, and the log and the request that the argument REQUEST names."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ from kvledger.storage.events.files import refused_link
 
 
 def logs_of(reading: Reading, output: Output, *, with_workers: bool = False) -> list[Path]:
-    """Return the logs that LOG means, start by start, the newest last. Raises `CommandFailed` if there are none.
+    """Return the logs that LOG names, ordered by engine start, the newest start last.
 
-    With `--newest`, only the scheduler's log of the newest start; `with_workers` puts the workers' logs before it.
+    With `--newest`, return only the scheduler's log of the newest engine start. With `--newest` and `with_workers`,
+    return the logs of this start's workers, too, before the scheduler's log.
+
+    Raises:
+        CommandFailed: LOG names no log, or REQUEST is a log.
     """
     log, request = reading.log, reading.request
     if request and os.path.lexists(request):
@@ -53,25 +57,25 @@ def _newest(logs: Sequence[Path], reading: Reading, *, with_workers: bool) -> li
     if newest.scheduler is None:
         remark(
             f"the newest of {len(starts)} engine starts in {reading.log} has no scheduler log, only "
-            f"{plural(len(newest.workers), 'log')} of workers: it failed before vLLM created its scheduler, or that "
-            "log was removed; `kvledger ls` lists the earlier starts"
+            f"{plural(len(newest.workers), 'log')} of workers: the engine failed before vLLM created its scheduler, or "
+            "the scheduler log was removed; `kvledger ls` lists the earlier starts"
         )
         return newest.logs
-    of_what = "logs" if len(starts) == len(logs) else "logs, the scheduler's of the newest engine start,"
+    of_what = "logs" if len(starts) == len(logs) else "logs (the scheduler's log of the newest engine start)"
     remark(f"reading {newest.scheduler}, the newest of {len(logs)} {of_what} in {reading.log}")
     others = started_with(newest, starts)
     if others:
         named = ", ".join(str(other.main) for other in others)
-        remark(f"it is one of {len(others) + 1} engines or connectors of the same server; not read: {named}")
+        remark(f"the server has {len(others) + 1} engines or connectors with logs; these logs are not read: {named}")
     return newest.logs if with_workers else [newest.scheduler]
 
 
 def selected(
     reading: Reading, output: Output, logs: Sequence[Path] | None = None, core: Core | None = None
 ) -> Iterator[tuple[StoredLog, Selection]]:
-    """Yield each log, opened, with its selected part; with REQUEST, only the log that has the request.
+    """Yield each opened log with its selected part. With REQUEST, yield only the log that has this request.
 
-    `logs`: default: the logs that LOG means. `core`: default: the standard core.
+    Without `logs`, read the logs that LOG names. Without `core`, use the standard core.
     """
     logs = logs_of(reading, output) if logs is None else logs
     core = core or composed_core((), ())
@@ -88,7 +92,11 @@ def selected(
 def foldable(
     reading: Reading, output: Output, logs: Sequence[Path] | None = None, core: Core | None = None
 ) -> list[tuple[StoredLog, Selection]]:
-    """Return what `selected` yields, except logs without configuration. Raises `CommandFailed` if none remain."""
+    """Return the logs and parts that `selected` yields, without the logs whose configuration is lost.
+
+    Raises:
+        CommandFailed: no log remains.
+    """
     found = []
     for log, selection in selected(reading, output, logs, core):
         with output.apart_from_others(log.path):
@@ -102,7 +110,7 @@ def foldable(
 
 
 def lives_in(log: StoredLog, selection: Selection, output: Output) -> bool:
-    """Whether the selected request lived in the selected part of the log; True without a request."""
+    """Whether the selected request lived in the selected part of the log. True if no request is selected."""
     if selection.request_id is None:
         return True
     index = index_for(log, output, selection.request_id)
@@ -119,7 +127,11 @@ def lives_in(log: StoredLog, selection: Selection, output: Output) -> bool:
 
 
 def selected_one(reading: Reading, output: Output, core: Core | None = None) -> tuple[StoredLog, Selection]:
-    """Return the one log that the options mean, opened, with its selected part. Raises `CommandFailed` for several."""
+    """Open the one log that LOG and REQUEST name. Return it with its selected part.
+
+    Raises:
+        CommandFailed: LOG and REQUEST name no log, or several logs.
+    """
     logs = logs_of(reading, output)
     if reading.request is None:
         logs = [one_of(logs, reading.log)]
@@ -128,12 +140,16 @@ def selected_one(reading: Reading, output: Output, core: Core | None = None) -> 
 
 
 def opened_log(path: Path, reading: Reading, core: Core) -> StoredLog:
-    """Open the log with `--lenient` and `--trust-snapshots` as given."""
+    """Open the log at `path`. The options `--lenient` and `--trust-snapshots` are in `reading`."""
     return open_log(path, core, lenient=reading.lenient, trusts_snapshots=reading.trust_snapshots)
 
 
 def find_request(logs: Sequence[Path], reading: Reading, output: Output, core: Core) -> tuple[StoredLog, str]:
-    """Return the opened log that has the request, and the request's whole id. Raises what `one_request` raises."""
+    """Find the request that REQUEST names. Return the opened log that has it, and its whole id.
+
+    Raises:
+        CommandFailed: no request or several requests fit REQUEST.
+    """
     asked = reading.request or ""
     known: list[tuple[StoredLog, dict[str, None]]] = []
     for path in logs:

@@ -24,13 +24,13 @@ from kvledger.lifecycle.reader import Reader
 def show_following(
     log: StoredLog, selection: Selection, output: Output, num_last: int | None, *, is_from_end: bool
 ) -> ExitCode:
-    """Print lines until no process writes the log, then how the log ended.
+    """Print the log's lines until no process writes the log any more. Then print how the log ended.
 
     Args:
         log: the opened log.
         selection: the part to print.
         output: where to print it.
-        num_last: number of past lines to print first; None: all.
+        num_last: number of lines to print of the part that was written before the call; None: all.
         is_from_end: whether to begin at the newest snapshot instead of the log's beginning.
     """
     earlier: deque[Line] | None = deque(maxlen=num_last)
@@ -89,7 +89,7 @@ def _show_lines(output: Output, lines: Iterable[Line], clock: Clock) -> None:
 
 
 def _moment(output: Output, clock: Clock, time_ns: int, sequence: int) -> str:
-    """Return the beginning of a line. If the day has changed, print the date first."""
+    """Return the beginning of a line: time and sequence number. If the day has changed, print the date before."""
     if day := clock.new_day(time_ns):
         output.line(f"{day} (UTC)", style="dim")
     at = f"{milliseconds(time_ns):>12}  {sequence:>8}  "

@@ -37,11 +37,11 @@ _ENDS = {
 
 
 def run(
-    log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a directory of logs, such as log_dir, or one log")],
+    log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a directory of logs, such as your log_dir, or one log")],
     *,
     output: Written,
 ) -> ExitCode:
-    """List the logs, and return the most severe exit code."""
+    """List the logs, and return the most severe exit code of all logs."""
     glances = [glance_at(path) for path in reversed(find_logs(log))]
     if output.is_json:
         for glance in glances:
@@ -72,7 +72,7 @@ def _end_of(glance: Glance) -> HowEnded:
 
 
 def ended(glance: Glance) -> str:
-    """Return how a log ended, in a few words."""
+    """Return in a few words how a log ended, and whether it is damaged or cannot be checked."""
     if glance.unreadable:
         return "unreadable"
     of_end = [] if glance.ending is None or glance.ending.missing is None else ["end missing"]

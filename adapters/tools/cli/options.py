@@ -1,7 +1,7 @@
 """Arguments that several commands share: LOG, REQUEST, the selected part, and the code that makes decisions again.
 
-The selection limits only what is shown. Commands read from the log's beginning, because the state at a moment depends
-on everything before it.
+A selection limits only what a command shows. The command reads the log from its beginning, because the state at a
+moment depends on all earlier events.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ DEFAULT_LOG: Final = "KVLEDGER_LOG"
 _NS_PER_S: Final = 1_000_000_000
 _NS_PER_DAY: Final = 86_400 * _NS_PER_S
 _EVERY_LOG: Final = (
-    "a log directory, one *.kvlog file, a directory of logs (all of them), or nats://host/STREAM[/LOG_ID]"
+    "a log directory, one *.kvlog file, a directory of logs (to read all of them), or nats://host/STREAM[/LOG_ID]"
 )
 _MOMENT: Final = (
-    "an event number, a time since the log was opened (1.5s, 1h30m), a date and time, or a time of day (its first "
-    "occurrence in the log); UTC unless it has an offset"
+    "an event number, a time since the log was opened (1.5s, 1h30m), a date and time, or a time of day. A time of day "
+    "means its first occurrence in the log. A time without a UTC offset is in UTC"
 )
 
 
 def value(read: Callable[[str], Any], metavar: str | None = None, **about: Any) -> Parameter:  # noqa: ANN401 -- as Parameter
-    """Return an argument that `read` parses. `ValueError` means wrong usage."""
+    """Return the parameter of an argument. `read` parses the argument's text and raises `ValueError` if it is wrong."""
 
     def convert(_type: object, tokens: Sequence[Token]) -> Any:  # noqa: ANN401
         return read(",".join(token.value for token in tokens))  # several tokens only if the option is repeated
@@ -60,7 +60,7 @@ class Moment:
 
     @property
     def last_ns(self) -> int:
-        """The moment's last nanosecond: 10:30:00.101 means all of that millisecond, 10:30:00 all of that second."""
+        """The moment's last nanosecond. 10:30:00.101 means the whole millisecond, 10:30:00 the whole second."""
         if self.kind not in {"unix_ns", "of_day_ns"}:
             return self.value
         _, point, fraction = self.text.partition(".")
@@ -69,7 +69,11 @@ class Moment:
 
 
 def moment(text: str) -> Moment:
-    """Parse `90211` (an event), `1.5s`, `1h30m`, `2026-01-05T10:30:00Z` or `10:30:00.101`. Raises `ValueError`."""
+    """Parse a moment: `90211` (an event), `1.5s`, `1h30m`, `2026-01-05T10:30:00Z` or `10:30:00.101`.
+
+    Raises:
+        ValueError: the text is not a moment.
+    """
     if text.isdecimal() and int(text) > 0:
         return Moment("event", int(text), text)
     value = read_duration_ns(text)
@@ -109,7 +113,7 @@ def seconds(text: str) -> float:
     """Parse a duration into seconds. Raises `ValueError`."""
     found = read_duration_ns(text)
     if found is None:
-        raise ValueError(f"{text!r} is not a duration; give numbers with s, m, h, d or w, as in 30d or 1h30m")
+        raise ValueError(f"{text!r} is not a duration; give numbers with ms, s, m, h, d or w, as in 30d or 1h30m")
     return found / _NS_PER_S
 
 
@@ -124,18 +128,27 @@ def num_bytes(text: str) -> int:
 
 
 def json_object(text: str) -> dict[str, object]:
-    """Parse a JSON object without NaN or infinity. Raises `ValueError` without the text, which may be secret."""
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: the text is not a JSON object, or has NaN or infinity. The error does not quote the whole text,
+            which may be secret.
+    """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON ({error}); in a shell, quote it with '") from error
+        raise ValueError(f"not valid JSON ({error}); in a shell, put the JSON in single quotes (')") from error
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")  # noqa: TRY004 -- wrong usage
     return value
 
 
 def _finite(text: str) -> float:
-    """Return the number, if it is finite: Python also parses NaN and infinity, and overflows to infinity."""
+    """Parse a number. Python's JSON parser also accepts NaN and infinity, and turns too large numbers into infinity.
+
+    Raises:
+        ValueError: the number is not finite.
+    """
     number = float(text)
     if not math.isfinite(number):
         message = f"{text} is not a finite number"
@@ -152,30 +165,36 @@ class Reading:
     """The log to read, and the selected part of it."""
 
     log: Log
-    request: Annotated[str | None, Parameter(help="a request id or a unique part of it")] = None
+    request: Annotated[str | None, Parameter(help="a request id, or a part of it that no other id has")] = None
     newest: Annotated[
         bool,
-        Parameter(help="in a directory of logs, read just the scheduler's log of the newest engine start"),
+        Parameter(
+            help="in a directory of logs, read only the scheduler's log of the newest engine start; `verify` also "
+            "reads the logs of its workers"
+        ),
     ] = attrs.field(default=False, kw_only=True)
-    mirror: Annotated[Path | None, Parameter(metavar="DIR", help="directory for the copies of a stream's logs")] = (
+    mirror: Annotated[
+        Path | None, Parameter(metavar="DIR", help="directory for the local copies of the logs of a NATS stream")
+    ] = attrs.field(default=None, kw_only=True)
+    since: Annotated[Moment | None, value(moment, "MOMENT", help=f"leave out all events before MOMENT: {_MOMENT}")] = (
         attrs.field(default=None, kw_only=True)
     )
-    since: Annotated[Moment | None, value(moment, "MOMENT", help=f"leave out everything before: {_MOMENT}")] = (
-        attrs.field(default=None, kw_only=True)
-    )
-    until: Annotated[Moment | None, value(moment, "MOMENT", help="leave out everything after")] = attrs.field(
+    until: Annotated[Moment | None, value(moment, "MOMENT", help="leave out all events after MOMENT")] = attrs.field(
         default=None, kw_only=True
     )
     lenient: Annotated[
-        bool, Parameter(help="skip and count events of a newer kvledger instead of refusing the log")
+        bool, Parameter(help="skip and count events that only a newer kvledger can read, instead of refusing the log")
     ] = attrs.field(default=False, kw_only=True)
     trust_snapshots: Annotated[
         bool,
-        Parameter(help="if a log's beginning is missing, begin at a snapshot even if other code made it"),
+        Parameter(
+            help="if the beginning of a log is missing, begin at a snapshot, even if another version of the code made "
+            "the snapshot"
+        ),
     ] = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        """If `KVLEDGER_LOG` is set, use a single argument that is not a path as the REQUEST."""
+        """If `KVLEDGER_LOG` is set and the only argument is not a path, use this argument as the REQUEST."""
         default = os.environ.get(DEFAULT_LOG)
         if default and self.request is None and may_be_request(self.log):
             object.__setattr__(self, "request", str(self.log))
@@ -183,7 +202,7 @@ class Reading:
 
 
 def may_be_request(log: Path | StreamUrl) -> bool:
-    """Whether a LOG argument is a single word that names no file."""
+    """Whether a LOG argument may be meant as a REQUEST, because it contains no slash and no file has this name."""
     return isinstance(log, Path) and os.sep not in str(log) and not os.path.lexists(log)
 
 
@@ -196,12 +215,13 @@ class Extending:
         Sequence[str],
         Parameter(
             metavar="MODULE:CLASS",
-            help="read with this extension, even if the log was written without it; may be repeated",
+            help="read the log with this extension, even if the log was written without it; repeat the option for more "
+            "extensions",
         ),
     ] = ()
 
     def core(self, *, installed: bool = False) -> Core:
-        """Return the core to read and decide with; with `installed`, including the installed extensions.
+        """Return the core that reads logs and makes decisions. With `installed`, it has the installed extensions, too.
 
         Raises:
             CommandFailed: a class cannot be imported or used.
@@ -219,13 +239,14 @@ class Extending:
 @Parameter(name="*")
 @attrs.frozen(kw_only=True)
 class Deciding(Extending):
-    """The code that reads the log and makes its decisions again."""
+    """The code that reads a log and makes the decisions of this log again."""
 
     handlers: Annotated[
         Sequence[str],
         Parameter(
             metavar="MODULE:CLASS",
-            help="use this state handler for its state; may be repeated; imported from PYTHONPATH",
+            help="use this handler class for its state, instead of kvledger's own class. The class is imported from "
+            "PYTHONPATH. Repeat the option for more handlers",
         ),
     ] = ()
 
@@ -241,7 +262,7 @@ def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: s
     """Return the part of `log` that the options select. `request_id` is the whole id of the request.
 
     Raises:
-        CommandFailed: the options select nothing, or need the log's opening time, which its header does not have.
+        CommandFailed: the options select no event, or they need the log's opening time and the header has none.
     """
     since, until = reading.since, reading.until
     if since is None and until is None:
@@ -268,9 +289,9 @@ def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: s
 
 
 def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = False) -> int | None:
-    """Return the moment in nanoseconds since the log was opened; with `is_end`, its last nanosecond.
+    """Return the first nanosecond of a moment, or with `is_end` its last, counted from the log's opening.
 
-    None: no moment, or an event number.
+    None if no moment was asked for, or if the moment is an event number.
     """
     if asked is None or asked.kind == "event":
         return None
@@ -279,7 +300,8 @@ def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = Fa
     opened_at = log.header.get("opened_at_unix_ns")
     if not isinstance(opened_at, int):
         message = (
-            f"{log.path}: its header has no opening time; give {asked.text} as a time since the log was opened (90s)"
+            f"{log.path}: its header has no opening time; instead of {asked.text}, give a time since the log was "
+            "opened, such as 90s"
         )
         raise CommandFailed(message)
     at_ns = (asked.last_ns if is_end else asked.value) - opened_at
@@ -290,7 +312,7 @@ def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = Fa
 
 
 def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
-    """Return the number of the first event at or after a time; None: there is none."""
+    """Return the number of the first event at or after a time. None if there is no such event."""
     for number, event in events:
         at_ns = getattr(event, "time_ns", None)
         if at_ns is not None and at_ns >= time_ns:
@@ -299,7 +321,10 @@ def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
 
 
 def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
-    """Return the number of the last event not after a time, decisions included; None: the log's last event."""
+    """Return the number of the last event at or before a time, or of the last decision made on this event.
+
+    None if the log has no later event.
+    """
     for number, event in events:
         at_ns = getattr(event, "time_ns", None)
         if at_ns is not None and at_ns > time_ns:

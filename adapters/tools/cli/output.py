@@ -1,4 +1,4 @@
-"""Prints results: JSON lines with `--json`, rich text on a terminal, the same text without colours into a pipe."""
+"""Prints results: as JSON lines with `--json`, as coloured text on a terminal, as text without colours in a pipe."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _BELOW = 4
 
 
 class Output:
-    """Writes results to stdout, remarks and progress to stderr. Escapes control characters."""
+    """Writes results to stdout, and remarks and progress to stderr. Escapes control characters."""
 
     def __init__(self, *, is_json: bool) -> None:
         self.is_json = is_json
@@ -77,7 +77,7 @@ class Output:
 
     @contextlib.contextmanager
     def screen(self) -> Iterator[None]:
-        """Use the whole terminal for `show`, and restore it at the end."""
+        """Let `show` use the whole terminal inside this context. At the end, restore the terminal's content."""
         with Live(console=self._console, screen=True, auto_refresh=False) as live:
             self._live = live
             try:
@@ -86,7 +86,7 @@ class Output:
                 self._live = None
 
     def show(self, drawn: RenderableType) -> None:
-        """Print `drawn`; inside `screen`, replace what is shown."""
+        """Print `drawn`. Inside `screen`, replace the content of the terminal by `drawn`."""
         if self._live is None:
             self._print(drawn)
         else:
@@ -133,7 +133,7 @@ class Output:
     def figures(
         self, figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None, has_requests: bool = True
     ) -> None:
-        """Print what the cache did; of a worker's log, which has no requests, only the faults."""
+        """Print what the cache did. Without `has_requests`, which is for a worker's log, print only the faults."""
         has_faults = figures.num_violations + figures.num_hook_failures > 0
         lines = figures_in_words(figures, has_own_copies=has_own_copies, num_deferrals=num_deferrals)
         for name, text in lines.items():
@@ -153,7 +153,7 @@ class Output:
 
         Args:
             columns: name → "left" or "right".
-            rows: each has one text per column.
+            rows: for each row, one text per column.
             hidden: columns to leave out.
             optional: columns to leave out, in this order, if the terminal is too narrow.
         """
@@ -177,7 +177,7 @@ class Output:
             table.add_row(*(Text(visible(row[place])) for place in shown.values()))
         self._print(table)
         if left_out:
-            self.line(f"no room for {', '.join(left_out)}: widen the terminal, or use --json", style="dim")
+            self.line(f"no room for {', '.join(left_out)}; widen the terminal, or use --json", style="dim")
 
     def flush(self) -> None:
         """Flush stdout. Raise `OutputFailed` if the program that reads it has ended."""
@@ -186,7 +186,7 @@ class Output:
 
     @contextlib.contextmanager
     def apart_from_others(self, path: Path) -> Iterator[None]:
-        """If there are several logs, report one that cannot be read or checked instead of raising the error."""
+        """If the command reads several logs, report one that cannot be read or checked instead of raising the error."""
         try:
             yield
         except (CommandFailed, OSError) as error:
@@ -199,7 +199,7 @@ class Output:
                 self.nothing(path, str(error))
 
     def unreadable(self, path: Path, error: Exception) -> None:
-        """Report a log that cannot be read; counts as `DAMAGED` in the exit code."""
+        """Report a log that cannot be read. The log counts as `DAMAGED` in the command's exit code."""
         reason = unreadable_text(error) if isinstance(error, OSError) else str(error)
         if self.is_json:
             self.record("unreadable", {"path": str(path), "reason": reason})
@@ -207,7 +207,7 @@ class Output:
         self.failures.append(ExitCode.DAMAGED)
 
     def nothing(self, path: Path, reason: str) -> None:
-        """Report why nothing in a log could be checked; counts as `NOTHING_CHECKED`."""
+        """Report why nothing in a log could be checked. The log counts as `NOTHING_CHECKED` in the exit code."""
         self._nothing(path, reason)
         self.failures.append(ExitCode.NOTHING_CHECKED)
 
@@ -217,9 +217,9 @@ class Output:
         self.remark(reason)
 
     def coverage_of(self, log: StoredLog, selection: Selection, *, is_found: bool = True) -> ExitCode:
-        """Report if the selected part of a log that was read could not be checked; return the exit code.
+        """Report if the selected part of a log could not be checked, and return the exit code for the log.
 
-        `is_found`: whether the selected request lived in that part.
+        Call this after the log was read. `is_found` is whether the selected request lived in the selected part.
         """
         reason = readable(log, selection).why_nothing
         if not reason and not is_found:
@@ -230,11 +230,11 @@ class Output:
         return ExitCode.DAMAGED if log.damage and not log.num_events else ExitCode.NOTHING_CHECKED
 
     def remark(self, text: str) -> None:
-        """Print a message that is not a result to stderr."""
+        """Print to stderr a message that is not a result."""
         remark(text)
 
     def damage_of(self, log: StoredLog) -> None:
-        """Report all damage found while reading a log."""
+        """Report all damage that was found when the log was read."""
         for damage in log.damage:
             self.remark(str(damage))
 
@@ -277,7 +277,7 @@ def progress_in_bytes() -> Progress:
 
 
 def show_title(output: Output, request_id: str, clock: Clock, time_ns: int) -> None:
-    """Print the request's id and when its timeline begins, above the timeline."""
+    """Print the title of a request's timeline: the request's id, and when the timeline begins."""
     at = clock.date_and_time(time_ns)
     clock.new_day(time_ns)
     output.line(f"{request_id}, {at}" if at else request_id, style="bold")
@@ -308,7 +308,7 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
 
 
 def show_decisions(output: Output, judgement: Judgement, core: Core | None = None) -> None:
-    """Print how many decisions differ; with `core`, also the first difference."""
+    """Print how many decisions came out differently when made again. With `core`, print the first difference, too."""
     different = (
         ("decisions", "repeated, ", judgement.divergences),
         ("reference", "", judgement.reference_differences),
@@ -325,7 +325,7 @@ def show_decisions(output: Output, judgement: Judgement, core: Core | None = Non
 
 
 def record_divergences(output: Output, judgement: Judgement, findings: FindingList | None = None) -> None:
-    """Print each difference as a JSON object; with `findings`, also the first event of its finding."""
+    """Print each difference as a JSON object. With `findings`, each object has the first event of its finding, too."""
 
     def belongs(item: object) -> dict[str, object]:
         return {} if findings is None else {"finding": findings.first_sequence(item)}

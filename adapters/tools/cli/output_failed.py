@@ -1,4 +1,4 @@
-"""Exception of a failed write to stdout or stderr. Separate from `streams.py`, which must not import the core."""
+"""Exception for a failed write to stdout or stderr. It is not in `streams.py`, which must not import the core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvledger.lifecycle import Unstoppable
 
 
 class OutputFailed(Unstoppable):
-    """Stdout or stderr can no longer be written; `error` is the `OSError`."""
+    """A write to stdout or stderr failed. `error` is the `OSError` of that write."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))

@@ -1,4 +1,4 @@
-"""Percentiles of any number of values in bounded memory, from counts of values rounded to three digits."""
+"""Computes percentiles of any number of values in bounded memory: counts the values, rounded to three digits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 @attrs.define
 class Percentiles:
-    """Percentiles of non-negative values, right within 1 %. Count, sum and maximum are exact."""
+    """Percentiles of non-negative values, with an error of at most 1 %. Count, sum and maximum are exact."""
 
     sum: int = 0
     max: int = 0
@@ -22,7 +22,7 @@ class Percentiles:
         return self._counts.total()
 
     def add(self, value: int) -> None:
-        """Count a value; a negative one counts as 0."""
+        """Count a value. A negative value counts as 0."""
         value = max(0, value)
         self.sum += value
         self.max = max(self.max, value)
@@ -35,7 +35,10 @@ class Percentiles:
         self._counts += other._counts
 
     def at(self, share: float) -> int:
-        """Return the value that `share` (0 to 1) of all values do not exceed; 0 if there are none."""
+        """Return the smallest value that at least the `share` (0 to 1) of all values does not exceed.
+
+        0 if there are no values.
+        """
         left = math.ceil(share * self._counts.total())
         for value in sorted(self._counts):
             left -= self._counts[value]

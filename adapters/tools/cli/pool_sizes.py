@@ -1,4 +1,4 @@
-"""The part of `kvledger stats` about pools of other sizes."""
+"""The part of `kvledger stats` that estimates how many tokens host pools of other sizes would have loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLUMNS = {"pool": "left", "slots": "right", "tokens loaded, estimated": "right
 
 
 def show_pool_sizes(output: Output, path: str | None, estimate: Estimate) -> None:
-    """Print the estimate as a table and its error, or as a JSON object."""
+    """Print the estimate and its error, as a table or as a JSON object."""
     if output.is_json:
         fields = attrs.asdict(estimate)
         output.record(

@@ -1,8 +1,9 @@
-"""`kvledger retire`: keep logs that no process writes within a size and an age. No other command deletes from a log.
+"""`kvledger retire`: delete old segments, to keep logs within a size and an age. No other command deletes from a log.
 
 `retire` deletes whole segments, the oldest first, and records each segment before deleting it. `verify` then reports
-what was retired, when and why. If the snapshot from which the rest will be read is missing, `retire` tries to make that
-snapshot first. It does not touch a log that is being written, because the writer has limits of its own.
+which segments were retired, when and why. Readers will begin at a snapshot after the deleted segments. If that snapshot
+is missing, `retire` tries to make it first. `retire` does not touch a log that a process is writing, because that
+process applies its own limits.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from kvledger.storage.events.segment_file import segment_paths
 
 
 def run(
-    log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log directory, or a directory of logs (all of them)")],
+    log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log directory, or a directory of several logs")],
     *,
     max_bytes: Annotated[
-        int | None, value(num_bytes, "SIZE", help="delete until at most SIZE is left, such as 2GiB")
+        int | None, value(num_bytes, "SIZE", help="delete the oldest segments until at most SIZE remains, such as 2GiB")
     ] = None,
     max_age: Annotated[
-        float | None, value(seconds, "AGE", help="delete segments last written more than AGE ago, such as 30d")
+        float | None, value(seconds, "AGE", help="delete segments whose last write is more than AGE ago, such as 30d")
     ] = None,
     dry_run: Annotated[bool, Parameter(help="list the segments that would be deleted, and delete nothing")] = False,
     output: Written,
@@ -86,7 +87,7 @@ def _retire(
 
 
 def _make_snapshots(directory_of: Callable[[Retirement], Path], plan: Callable[[], list[Retirement]]) -> None:
-    """Make missing snapshots from which the remaining segments are read. These snapshots count towards the limits."""
+    """Make the missing snapshots at which readers begin after the deletion. Snapshots count towards the limits, too."""
     tried: set[tuple[str, str]] = set()
     while True:
         last = {each.log: each for each in plan()}.values()  # the last of each log that loses segments

@@ -1,4 +1,4 @@
-"""Runs one command, and turns an error into an exit code and one line on stderr."""
+"""Runs one command. Turns an error of the command into an exit code and one line on stderr."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_command(command: Callable[..., ExitCode], bound: inspect.BoundArguments,
 def explained(error: BaseException, log: Path | StreamUrl | None = None) -> ExitCode:
     """Print to stderr why a command failed and what to do, and return the exit code.
 
-    Raises errors that end the command without an explanation; see `ended`.
+    Raises the error again if it must end the command without an explanation; see `ended`.
     """
     raise_if_unstoppable(error)
     if isinstance(error, CycloptsError):
@@ -59,8 +59,8 @@ def explained(error: BaseException, log: Path | StreamUrl | None = None) -> Exit
     place = traceback.extract_tb(error.__traceback__)[-1]
     remark(
         f"kvledger failed, so the log was not judged: {described(error)} "
-        f"({Path(place.filename).name}:{place.lineno}). Please report it with this line, the command and, if "
-        "you may share it, the log; KVLEDGER_TRACEBACK=1 prints the traceback"
+        f"({Path(place.filename).name}:{place.lineno}). Please report the bug with this line, the command and, if "
+        "you may share it, the log. Set KVLEDGER_TRACEBACK=1 to print the traceback"
     )
     return ExitCode.INTERNAL_ERROR
 
@@ -68,7 +68,7 @@ def explained(error: BaseException, log: Path | StreamUrl | None = None) -> Exit
 def _usage(error: CycloptsError) -> str:
     """Return what is wrong with the arguments, and the command that lists them."""
     names = error.argument.parameter.env_var if isinstance(error, MissingArgumentError) and error.argument else ()
-    default = "".join(f" You can also set it with {name} in the environment." for name in names or ())
+    default = "".join(f" You can also set the environment variable {name} instead." for name in names or ())
     command = " ".join(["kvledger", *(error.command_chain or ())])
     text = str(error)
     if isinstance(error, MissingArgumentError) and error.argument is not None and error.argument.index is not None:
@@ -80,13 +80,16 @@ def _usage(error: CycloptsError) -> str:
 
 
 def ended(error: BaseException) -> ExitCode:
-    """Return the exit code of a command that was interrupted, or whose output can no longer be written or read."""
+    """Return the exit code of a command that was interrupted, or whose output cannot be written or read any more.
+
+    Raises any other error again.
+    """
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     if not isinstance(error, OutputFailed):
         raise error
     if not error.is_reader_gone:
         with contextlib.suppress(OutputFailed):
-            remark(f"the output cannot be written: {error}; make room, or write elsewhere")
+            remark(f"the output cannot be written: {error}; make room, or write the output elsewhere")
     silence_standard_streams()
     return ExitCode.BROKEN_PIPE if error.is_reader_gone else ExitCode.CANNOT_WRITE

@@ -40,7 +40,7 @@ class Printed:
 def side_by_side(
     command: OnLogs, logs: Sequence[Path], num_jobs: int, output: Output, *, on_lost: OnLost
 ) -> list[ExitCode]:
-    """Run the command on each log, `num_jobs` at a time; print the outputs, return the exit codes."""
+    """Run the command on each log, on `num_jobs` logs at a time. Print the outputs, and return the exit codes."""
     num_logs = len(logs)
     codes: list[ExitCode] = []
     with separate_processes(min(num_jobs, num_logs)) as others:
@@ -67,7 +67,7 @@ def side_by_side(
 
 
 def num_bytes(path: Path) -> int:
-    """Return the bytes of a log; 0 if it cannot be read, which is reported when it is opened."""
+    """Return the size of a log in bytes. 0 if the log cannot be read, which is reported when the log is opened."""
     try:
         return sum(map(num_bytes_of, segment_paths(path) if path.is_dir() else [path]))
     except OSError:
@@ -75,7 +75,7 @@ def num_bytes(path: Path) -> int:
 
 
 class _Text(io.StringIO):
-    """Replaces stdout, and claims to be a terminal if stdout is a terminal."""
+    """Replaces stdout, and claims to be a terminal if the real stdout is a terminal."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         super().__init__()

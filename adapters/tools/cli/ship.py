@@ -33,21 +33,26 @@ def run(
         StreamUrl | None, value(StreamUrl, "URL", help="nats://host[:port][/STREAM]; tls:// requires encryption")
     ] = None,
     list_: Annotated[
-        StreamUrl | None, value(StreamUrl, "URL", name="--list", help="list the logs of a stream instead")
+        StreamUrl | None, value(StreamUrl, "URL", name="--list", help="list the logs of a stream instead of shipping")
     ] = None,
-    follow: Annotated[bool, Parameter(help="keep shipping until stopped, new logs too")] = False,
-    label: Annotated[str | None, Parameter(help="second-last part of the subjects; default: this host's name")] = None,
+    follow: Annotated[bool, Parameter(help="keep shipping new events and new logs until you stop it")] = False,
+    label: Annotated[
+        str | None, Parameter(help="part of the messages' subjects before the log id; default: this host's name")
+    ] = None,
     give_up_after: Annotated[
         float, value(seconds, "DURATION", help="without --follow: stop after this time without progress, such as 90s")
     ] = 60.0,
-    create_stream: Annotated[bool, Parameter(group=_NEW, help="create it with the options below")] = False,
+    create_stream: Annotated[bool, Parameter(group=_NEW, help="create the stream with the options below")] = False,
     replicas: Annotated[int, value(positive, "N", group=_NEW, help="number of replicas: 1, 3 or 5")] = 1,
     max_age: Annotated[
-        float, value(seconds, "DURATION", group=_NEW, help="age of messages to keep, such as 30d")
+        float, value(seconds, "DURATION", group=_NEW, help="drop messages that are older than this, such as 30d")
     ] = 0.0,
-    max_bytes: Annotated[int, value(num_bytes, "SIZE", group=_NEW, help="size to keep, such as 500GiB")] = 0,
+    max_bytes: Annotated[int, value(num_bytes, "SIZE", group=_NEW, help="largest size, such as 500GiB")] = 0,
     discard: Annotated[
-        Literal["new", "old"], Parameter(group=_NEW, help="messages that a full stream drops; with new, shippers wait")
+        Literal["new", "old"],
+        Parameter(
+            group=_NEW, help="new: a full stream refuses messages, and shippers wait; old: it drops its oldest messages"
+        ),
     ] = "new",
     output: Written,
 ) -> ExitCode:
@@ -59,12 +64,12 @@ def run(
     if to is None:
         raise CommandFailed("ship: a URL is missing; give --to nats://host or --list nats://host")
     if log is None:
-        raise CommandFailed(f"ship: LOG is missing; give it, or set {DEFAULT_LOG} in the environment")
+        raise CommandFailed(f"ship: LOG is missing; give LOG, or set {DEFAULT_LOG} in the environment")
     if log.is_file():
-        message = f"{log}: a segment alone cannot be shipped; give its directory"
+        message = f"{log}: a segment alone cannot be shipped; give the directory of the log"
         raise CommandFailed(message)
     if not log.exists() and not follow:
-        raise CommandFailed(f"{shown_log(log)} does not exist; give a directory")
+        raise CommandFailed(f"{shown_log(log)} does not exist; give a log directory, or a directory of logs")
     address = parse_address(to)
     from kvledger.storage.events.nats import Access, Shipper, label_of, new_stream  # noqa: PLC0415 - a fifth of a second
 
@@ -131,8 +136,8 @@ def _show(report: ShippingReport, exit_code: ExitCode, output: Output) -> None:
             }
             output.record("shipped", fields)
         else:
-            new = f"{plural(log.num_frames, 'frame')}, {size(log.num_bytes)} new; up to event {next_sequence - 1}"
-            output.field(log.log_id[:12] or "?", f"{log.directory}: {new}{'; stopped' if log.problem else ''}")
+            new = f"{plural(log.num_frames, 'frame')}, {size(log.num_bytes)} shipped, up to event {next_sequence - 1}"
+            output.field(log.log_id[:12] or "?", f"{log.directory}: {new}{'; shipping stopped' if log.problem else ''}")
     if output.is_json:
         summary = {
             "exit_code": exit_code.value,
@@ -141,7 +146,7 @@ def _show(report: ShippingReport, exit_code: ExitCode, output: Output) -> None:
         }
         output.record("shipping", summary)
     elif report.num_bytes_behind:
-        output.remark(f"{size(report.num_bytes_behind)} are not shipped yet; the next run continues there")
+        output.remark(f"{size(report.num_bytes_behind)} are not shipped yet; run the command again to ship the rest")
 
 
 def _list(url: StreamUrl, output: Output) -> ExitCode:

@@ -65,10 +65,10 @@ _STATUS = "FINISHED_"
 
 @attrs.frozen
 class Listing:
-    """Which requests to list, in which order."""
+    """Which requests to list, and in which order."""
 
     limit: int
-    """Number of requests to list, the last ones in the chosen order; 0: all."""
+    """Number of requests to list, counted from the end of the chosen order; 0: all."""
     only_failed: bool
     sort: str
 
@@ -79,7 +79,7 @@ class Listing:
         return chosen if key is None else sorted(chosen, key=key)
 
     def said(self, num_listed: int, summaries: Sequence[RequestSummary]) -> str:
-        """Return which requests are listed, in words; empty if all of them are."""
+        """Return in words which requests are listed. Empty if all requests are listed."""
         num_chosen = len(self.chosen(summaries))
         which = f"{num_chosen} of {plural(len(summaries), 'request')} failed" if self.only_failed else ""
         if num_listed == num_chosen:
@@ -99,22 +99,22 @@ def run(
         value(
             count,
             "N",
-            help="with --follow: begin with the last N lines; default: 10, or with --since every line since then",
+            help="with --follow: print the last N lines first; default: 10, or with --since all lines from that moment",
         ),
     ] = None,
     at: Annotated[
-        Moment | None, value(moment, "MOMENT", help="show the state of the log or the request at that moment")
+        Moment | None, value(moment, "MOMENT", help="show the state of the log or the REQUEST at MOMENT (see --since)")
     ] = None,
     limit: Annotated[int, value(count, "N", help="list the last N requests; 0: all")] = _MAX_LISTED,
     sort: Annotated[
         Literal["arrived", "took", "queued"],
-        Parameter(help="sort by arrival, or by the time that requests took or were queued, the longest last"),
+        Parameter(help="sort by arrival, by total time (took) or by time in the queue (queued); the longest is last"),
     ] = "arrived",
     failed: Annotated[
         bool,
         Parameter(
-            help="list only requests that ended in an error, were quarantined, broke a rule, or had a load, a save or "
-            "a hook fail"
+            help="list only failed requests: those that ended in an error, were quarantined, broke a rule, or had a "
+            "load, save or hook that failed"
         ),
     ] = False,
     extending: Extending = NO_EXTENSIONS,
@@ -152,7 +152,7 @@ def run(
 
 
 def _show_request(log: StoredLog, selection: Selection, request_id: str, output: Output) -> bool:
-    """Print the timeline of a request, and return whether it has an event in the selected part."""
+    """Print the timeline of a request. Return whether the request has an event in the selected part."""
     lives: list[RequestSummary] = []
 
     def ended(life: RequestSummary) -> None:
@@ -222,7 +222,7 @@ def _show_timeline(
 
 
 def _begin(log: StoredLog, output: Output) -> Model:
-    """Return the model at the log's beginning, or at the first snapshot. Report a beginning at a snapshot."""
+    """Return the model at the log's beginning. If the beginning is missing, use the first snapshot and report this."""
     model = begin_model(log, None if log.header else HEADER_LOST)
     for remark in log.start_remarks:
         output.remark(remark)
@@ -259,7 +259,7 @@ def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Ou
 
 
 def _known_figures(figures: Figures | None, output: Output) -> Figures | None:
-    """Return the figures; if there are none, report why."""
+    """Return `figures`. If they are None, report why the totals of the log are unknown."""
     if figures is None:
         output.remark(f"the totals of this log are {UNKNOWN_TOTALS}")
     return figures
@@ -274,7 +274,7 @@ def _show_summary(
     duration_ns: int,
     listing: Listing,
 ) -> None:
-    """Print the log and its requests. `figures`: None if configuration or totals are lost."""
+    """Print the log and its requests. `figures` is None if the log's configuration or totals are lost."""
     why_nothing = readable(log, selection).why_nothing
     figures = None if why_nothing else figures
     clock = Clock(log.header)
@@ -325,10 +325,10 @@ def _fields(summary: RequestSummary, clock: Clock) -> dict[str, object]:
 def _requests(log: StoredLog, outcomes: Counter[str], why_nothing: str) -> str:
     """Return the number of requests and their outcomes, in words."""
     if why_nothing:
-        return f"{f'{outcomes.total()} in the remaining log; all: ' if outcomes else ''}not known: {why_nothing}"
+        return f"{f'{outcomes.total()} in the remaining log; total ' if outcomes else ''}not known: {why_nothing}"
     if outcomes:
         return f"{outcomes.total()}: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.most_common())}"
-    return "none" if log.worker_rank is None else "none in a worker's log; the scheduler's log has them"
+    return "none" if log.worker_rank is None else "none in a worker's log; see the scheduler's log for the requests"
 
 
 def _request_row(summary: RequestSummary, clock: Clock) -> list[str]:

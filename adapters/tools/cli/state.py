@@ -23,7 +23,7 @@ _COUNTS = ("generation", "computed", "tokens", "preempted", "blocks", "keys", "o
 
 
 def show_state(log: StoredLog, selection: Selection, output: Output) -> ExitCode:
-    """Print the state after the last selected event: of the log, or of the selected request."""
+    """Print the state of the log, or of the selected request, after the last selected event."""
     audit = Audit(log.core, log.configuration, checkers=(), start=log.start())
     totals = log.totals(audit.projections)
     with output.progress(log, "folding"):
@@ -36,14 +36,15 @@ def show_state(log: StoredLog, selection: Selection, output: Output) -> ExitCode
         output.nothing(log.path, f"{log.path}: nothing could be shown: {reason}")
         return ExitCode.DAMAGED if log.damage else ExitCode.NOTHING_CHECKED
     if log.start_sequence:
-        output.remark(f"folded from a snapshot, from event {log.start_sequence + 1} on")
+        output.remark(f"the state was folded from a snapshot and the events from event {log.start_sequence + 1} on")
     elif log.begins_late:
         output.remark(
-            f"the log begins with event {log.first_sequence}; without the events before it, its state is not known"
+            f"the log begins with event {log.first_sequence}; the events before are missing, so the log's state is not "
+            "known"
         )
     is_short = selection.last_sequence is not None and audit.last_sequence < selection.last_sequence
     if is_short:
-        output.remark(f"the log can be folded up to event {audit.last_sequence}, not to {selection.last_sequence}")
+        output.remark(f"the log can be folded up to event {audit.last_sequence} only, not to {selection.last_sequence}")
     _show(output, audit.projections, totals, audit.last_sequence, selection.request_id)
     unfoldable = audit.judgement().unfoldable
     if unfoldable is not None:

@@ -43,7 +43,7 @@ class Statistics:
     num_tokens_scheduled: int = 0
     num_deferrals: int = 0
     num_open_requests: int = 0
-    """Requests open at the end of what was read."""
+    """Number of requests that had not ended at the last event that was read."""
     duration_ns: int = 0
     """Time from the first to the last counted event."""
     figures: Figures = attrs.field(factory=Figures)
@@ -53,11 +53,11 @@ class Statistics:
     events: Counter[str] = attrs.field(factory=Counter)
     event_bytes: Counter[str] = attrs.field(factory=Counter)
     percentiles: dict[str, Percentiles] = attrs.field(factory=lambda: {name: Percentiles() for name in _PERCENTILES})
-    """Name → percentiles. Figures of extensions that end in `_ns` are named `extension/figure`."""
+    """Name → percentiles. Figures of extensions have the name `extension/figure`, and are here if it ends in `_ns`."""
     of_extensions: Counter[str] = attrs.field(factory=Counter)
-    """`extension/figure` → sum, for all other figures of extensions."""
+    """`extension/figure` → sum, for the figures of extensions that are not in `percentiles`."""
     top: list[tuple[int, str, int]] = attrs.field(factory=list)
-    """(tokens recomputed, request id, ordinal), in descending order."""
+    """(tokens recomputed, request id, ordinal) of the requests that recomputed most tokens, in descending order."""
     pool: Estimate = attrs.field(factory=Estimate)
 
     @property
@@ -83,8 +83,8 @@ class Statistics:
 class Counting(Visitor[Model]):
     """Counts the events of a log, and collects its totals and reasons. Call `result` at the end.
 
-    Pass `visitors` to a reader in this order. Totals and reasons then do not contain the selection's first event yet
-    when the selection begins.
+    Pass `visitors` to a reader without changing their order. This visitor then begins the selection before the totals
+    and the reasons count the first selected event.
     """
 
     needs = ("lives", "copies")
@@ -148,14 +148,14 @@ class Counting(Visitor[Model]):
         return result
 
     def _begin(self) -> tuple[Sums, Figures]:
-        """Begin the selection, unless it has begun. `result` subtracts what was counted before."""
+        """Begin the selection if it has not begun. Return the sums and figures before it, which `result` subtracts."""
         if self._before is None:
             self._before = (self._accounts.sums(), attrs.evolve(self._totals.figures))
             self._first_ns = self.moment.time_ns
         return self._before
 
     def _reach(self) -> bool:
-        """Whether the selection has begun; begins it at its first event."""
+        """Whether the selection has begun. At the first selected event, this method begins the selection."""
         is_inside = self.moment.sequence >= self._selection.first_sequence
         if is_inside:
             self._begin()
@@ -203,7 +203,7 @@ class Counting(Visitor[Model]):
                 self._statistics.of_extensions[name] += amount
 
     def _took(self, took: Took, request_id: str) -> None:
-        """Add a duration of the totals to the percentiles."""
+        """Add to the percentiles a duration that the totals measured."""
         if self._before is None:
             return
         event, wanted = self.moment.event, self._selection.request_id

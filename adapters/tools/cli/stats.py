@@ -35,7 +35,7 @@ def run(
     extending: Extending = NO_EXTENSIONS,
     output: Written,
 ) -> ExitCode:
-    """Sum up each log, and all of them together."""
+    """Sum up each log, and all logs together."""
     whole = Statistics()
     codes: list[ExitCode] = []
     for log, selection in selected(reading, output, core=extending.core()):
@@ -66,7 +66,7 @@ def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
 
 
 def _incomplete(log: StoredLog, selection: Selection) -> str:
-    """Return what the figures leave out of the selection, in words; empty: nothing."""
+    """Return in words why the figures do not cover the whole selection. Empty if they cover it."""
     reason = readable(log, selection).why_nothing
     if reason:
         return f"nothing could be checked: {reason}"
@@ -79,7 +79,7 @@ def _incomplete(log: StoredLog, selection: Selection) -> str:
 
 
 def _show(output: Output, log: StoredLog | None, statistics: Statistics, sort: str, incomplete: str = "") -> None:
-    """Print the figures of one log, or of all together."""
+    """Print the figures of one log, or of all logs together if `log` is None."""
     if output.is_json:
         _show_json(output, log, statistics, sort, incomplete)
     elif log is not None and not statistics.num_events:
@@ -122,14 +122,14 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, so
 
 
 def _advice(log: StoredLog | None, statistics: Statistics) -> dict[str, str]:
-    """Return reason → what to change; empty for several logs, which may have different configurations."""
+    """Return reason → what to change. Empty for several logs, because their configurations may differ."""
     if log is None or log.decides_elsewhere:
         return {}
     return advice(statistics.sums, log.configuration, Spent(**statistics.spent), statistics.num_queued)
 
 
 def _rates(statistics: Statistics) -> dict[str, float]:
-    """Return name → rate per second of covered time. For several logs, their covered times are added up."""
+    """Return name → rate per second of covered time. For several logs, the covered time is the sum over the logs."""
     seconds = statistics.duration_ns / _NS_PER_S
     figures = statistics.figures
     counts = {

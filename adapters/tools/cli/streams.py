@@ -1,6 +1,6 @@
-"""Standard output and error for commands, whose reader may end at any moment.
+"""Standard output and standard error of commands. The program that reads them may end at any moment.
 
-A failed write raises `OutputFailed`. This class is not an `Exception`, so code that reports errors of a log and
+A failed write raises `OutputFailed`. `OutputFailed` is not an `Exception`, so code that reports an error of a log and
 continues does not catch it. This module must not know what is written.
 """
 
@@ -35,9 +35,9 @@ def _failed(error: OSError) -> OutputFailed:
 
 
 def guard_standard_streams() -> None:
-    """Make failed writes to this process' stdout and stderr raise `OutputFailed`; discard writes to a closed stream.
+    """Make failed writes to stdout and stderr raise `OutputFailed`. If one of the two is closed, discard writes to it.
 
-    Does not touch streams that other code has replaced.
+    Does not touch a stdout or stderr that other code has replaced.
     """
     if sys.stdout is None or sys.stdout is sys.__stdout__:
         sys.stdout = _guarded(sys.stdout, 1)
@@ -67,7 +67,7 @@ def notice_reader() -> None:
 
 
 def silence_standard_streams() -> None:
-    """Discard what is still buffered, so that Python reports no error when it flushes at exit."""
+    """Discard the text buffered for stdout and stderr, so that Python reports no error when it flushes them at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Guarded):

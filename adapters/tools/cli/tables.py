@@ -24,7 +24,7 @@ from kvledger.storage.extras import require
 
 
 def _names(text: str) -> Sequence[str]:
-    """Parse names of tables, separated by commas. Raises `ValueError` if there is no such table."""
+    """Parse names of tables, separated by commas. Raises `ValueError` if a table does not exist."""
     return tuple(dict.fromkeys(table_named(name.strip()).name for name in text.split(",")))
 
 
@@ -36,7 +36,7 @@ def run(
         Parameter(
             name=("--output", "-o"),
             metavar="DIR",
-            help="folder for the files, one TABLE.parquet per table; created if it does not exist",
+            help="folder for the files, one TABLE.parquet per table; a missing folder is created",
         ),
     ] = None,
     tables: Annotated[
@@ -45,15 +45,15 @@ def run(
             _names,
             "NAME,...",
             name="--table",
-            help=f"tables to write: {', '.join(TABLES)}; default: all but {VIOLATIONS}, which takes longer than all "
-            "others together because it verifies the logs",
+            help=f"tables to write: {', '.join(TABLES)}; default: all except {VIOLATIONS}, which takes longer than all "
+            "other tables together, because the command verifies the logs for it",
         ),
     ] = (),
     force: Annotated[bool, Parameter(help="replace files that exist")] = False,
     extending: Extending = NO_EXTENSIONS,
     output: Written,
 ) -> ExitCode:
-    """Write each table of all logs into one file."""
+    """Write one file for each table, with the rows of all logs."""
     require("kvledger tables", "pyarrow")
     if folder is None:
         raise CommandFailed("this command writes several files; name a folder with -o")

@@ -1,4 +1,7 @@
-"""Output files of commands: written completely or not at all, compressed if the name ends in `.gz`; or stdout."""
+"""Output of commands, to stdout or to a file. A file is written completely or not at all.
+
+If the name of the file ends in `.gz`, the file is compressed.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,17 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 @contextlib.contextmanager
 def open_target(path: Path | None, *, overwrite: bool = False, allow_terminal: bool = False) -> Iterator[IO[bytes]]:
-    """Yield a file to write to; None: stdout. `path` is replaced only if the context ends without an error.
+    """Yield the file at `path`, to write to it. Yield stdout if `path` is None.
+
+    An existing file is replaced only if the context ends without an error.
 
     Raises:
-        CommandFailed: the file exists or cannot be written, or stdout is a terminal.
+        CommandFailed: the file exists and `overwrite` is false, the file cannot be written, or stdout is a terminal and
+            `allow_terminal` is false.
     """
     if path is None:
         if sys.stdout.isatty() and not allow_terminal:
-            raise CommandFailed("this output is not for a terminal; name a file with -o, or pipe it to a program")
+            raise CommandFailed("this output is not for a terminal; name a file with -o, or pipe the output elsewhere")
         yield sys.stdout.buffer
         return
     _check(path, overwrite=overwrite)
@@ -59,7 +65,7 @@ def _check(path: Path, *, overwrite: bool) -> None:
     if path.is_dir():
         raise CommandFailed(f"{path} is a folder; name a file in it")
     if path.exists() and not overwrite:
-        raise CommandFailed(f"{path} exists already; name another file, or overwrite it with --force")
+        raise CommandFailed(f"{path} exists already; name another file, or overwrite this file with --force")
 
 
 def _umask() -> int:

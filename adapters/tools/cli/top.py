@@ -36,16 +36,16 @@ _SILENT_AFTER_S = 10
 
 
 def run(
-    log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log_dir, or one log; of several, the newest")],
+    log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log_dir (the newest log is shown), or one log")],
     *,
     interval: Annotated[float, value(seconds, "DURATION", help="time between two views, such as 500ms or 2s")] = 1.0,
     limit: Annotated[int, value(positive, "N", help="show the N requests that have waited longest")] = 10,
     once: Annotated[
-        bool, Parameter(help="print one view and end; the default without --json if stdout is not a terminal")
+        bool, Parameter(help="print one view and end; the default if stdout is no terminal and --json is not given")
     ] = False,
     output: Written,
 ) -> ExitCode:
-    """Show views until the engine has ended, or until Ctrl-C."""
+    """Show views of the engine until it has ended, or until you press Ctrl-C."""
     once = once or not (output.is_terminal or output.is_json)
     shown, stored, view = _newest(log), None, None
     try:
@@ -72,12 +72,12 @@ def _newest(log: Path) -> Path:
 
 @attrs.frozen
 class _View:
-    """Content of the view at one moment."""
+    """Content of one view: what the engine does at one moment."""
 
     log: StoredLog
     overview: Overview
     silent_ns: int | None
-    """Nanoseconds since the last event; None if no process writes the log, or it has no opening time."""
+    """Nanoseconds since the last event; None if no process writes the log, or if the header has no opening time."""
 
 
 def _views(log: StoredLog, output: Output, interval_s: float, limit: int) -> Iterator[_View]:

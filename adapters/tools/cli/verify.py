@@ -37,7 +37,7 @@ def run(
     reading: Reading,
     *,
     verbose: Annotated[bool, Parameter(alias="-v", help="list the rules that a log cannot decide, and why")] = False,
-    jobs: Annotated[int | None, value(positive, "N", help="logs to verify in parallel; default: one per core")] = None,
+    jobs: Annotated[int | None, value(positive, "N", help="verify N logs in parallel; default: one per core")] = None,
     deciding: Deciding = NOTHING_CHOSEN,
     output: Written,
 ) -> ExitCode:
@@ -66,7 +66,10 @@ def run(
 def _verify_each(
     logs: Sequence[Path], output: Output, *, reading: Reading, deciding: Deciding, verbose: bool, follows: bool = False
 ) -> list[ExitCode]:
-    """Return the exit code of each log that can be read. `follows`: whether output of another log precedes."""
+    """Verify the logs one by one. Return the exit code of each log that can be read.
+
+    `follows` is whether the output of another log is printed before the output of these logs.
+    """
     codes: list[ExitCode] = []
     for log, selection in selected(reading, output, logs, deciding.core()):
         if (codes or follows) and not output.is_json:
@@ -87,8 +90,8 @@ def _verify(log: StoredLog, selection: Selection, output: Output, *, verbose: bo
 
 
 def _show_lost(path: Path, reason: str, output: Output) -> ExitCode:
-    """Report a log that no process could verify to its end."""
-    remedy = "verify it alone, on a machine with more memory"
+    """Report a log that could not be verified to its end, because its process was killed at every try."""
+    remedy = "verify this log alone, on a machine with more memory"
     if output.is_json:
         output.record("log", {"path": str(path), "header": None})
         code = ExitCode.NOT_VERIFIED
@@ -110,7 +113,7 @@ def _findings(log: StoredLog, selection: Selection) -> Findings:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage rarely: an audit makes no cycles, and each collection scans everything that the audit keeps."""
+    """Run the garbage collector rarely. An audit makes no reference cycles, but each collection scans all its data."""
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_OBJECTS_PER_COLLECTION)
@@ -236,7 +239,10 @@ def _show_more(output: Output, indent: str, total: int) -> None:
 
 
 def _evidence(log: StoredLog, findings: Collection[Finding]) -> dict[int, Event]:
-    """Return sequence number → event for the findings' evidence. Reads the log again, to save memory."""
+    """Return sequence number → event, for the events that the findings name as evidence.
+
+    Reads the log a second time, so that the first reading need not keep all events in memory.
+    """
     wanted = {sequence for finding in findings for sequence in finding.first.evidence}
     if not wanted:
         return {}

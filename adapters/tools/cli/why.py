@@ -30,7 +30,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Spent
 
 _ARRIVED = e.RequestArrived.id
-_GIVE_LOG = "give the LOG before it or set KVLEDGER_LOG (`kvledger ls` lists the logs of a directory)"
+_GIVE_LOG = "give the LOG before the REQUEST, or set KVLEDGER_LOG (`kvledger ls` lists the logs of a directory)"
 _FOR_PEOPLE = frozenset({"spans", "reasons", "words", "held"})
 """Fields of a cause that its JSON object does not have."""
 _Chain = tuple[RequestHistory, Sequence[Cause]]
@@ -41,8 +41,8 @@ def run(reading: Reading, *, extending: Extending = NO_EXTENSIONS, output: Writt
     """Explain one request."""
     if reading.request is None:
         if may_be_request(reading.log):
-            raise CommandFailed(f"{reading.log} does not exist; if it is the REQUEST, {_GIVE_LOG}")
-        raise CommandFailed("REQUEST is missing; give its id or a unique part of it (`kvledger show` lists the ids)")
+            raise CommandFailed(f"{reading.log} does not exist; if you mean a REQUEST, {_GIVE_LOG}")
+        raise CommandFailed("REQUEST is missing; give a request id or a unique part of one (`kvledger show` lists ids)")
     log, selection = selected_one(reading, output, extending.core())
     histories = read_histories(log, selection, selection.request_id or "", output)
     chains = [
@@ -97,7 +97,7 @@ def _advice(history: RequestHistory, log: StoredLog) -> dict[str, str]:
 
 
 def total(sums: Sums) -> dict[str, object]:
-    """Return the sums as a JSON object, with every reason and fate that is not zero."""
+    """Return the sums as a JSON object. Reasons and fates without tokens are left out."""
     return {
         "num_admissions": sums.num_admissions,
         "num_tokens_needed": sums.num_needed,
@@ -138,7 +138,7 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock, log: Stor
             for reason in (*cause.reasons, *cause.notes):
                 output.line(f"{'':{len(at)}}  {reason}", style="dim")
         if history.num_left_out:
-            output.line(f"{history.num_left_out} more of its causes were not kept", style="dim")
+            output.line(f"{history.num_left_out} more causes of this request were not kept", style="dim")
         output.line()
         if causes and causes[0].what == _ARRIVED and not (history.lookups or history.admissions):
             output.line("never scheduled: vLLM did not look it up and gave it no blocks")
@@ -148,7 +148,7 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock, log: Stor
 
 
 def show_advice(output: Output, texts: Mapping[str, str]) -> None:
-    """Print what to change, one line for each reason; print nothing without advice."""
+    """Print what to change, one line for each reason. Print nothing if there is no advice."""
     if texts:
         output.line()
         output.line("possible changes", style="bold")
@@ -157,7 +157,7 @@ def show_advice(output: Output, texts: Mapping[str, str]) -> None:
 
 
 def show_total(output: Output, sums: Sums) -> None:
-    """Print the tokens by reason, and the equation that shows that the tokens add up."""
+    """Print the number of tokens for each reason, and an equation that shows that the tokens add up."""
     columns = {"reason": "left", "left to compute": "right", "computed again": "right", "meaning": "left"}
     found = sums_by_reason(sums)
     rows = [[reason.value, str(missed), str(again), reason.meaning] for reason, missed, again in found]

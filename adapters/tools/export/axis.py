@@ -1,6 +1,6 @@
-"""A time axis with long idle times folded: positions of moments, folds and ticks.
+"""A time axis on which long idle times are folded: computes the positions of moments, folds and ticks.
 
-Times are nanoseconds, all of the same clock. This module must not know what is drawn along the axis.
+All times are nanoseconds of the same clock. This module must not depend on what is drawn along the axis.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fold:
     first_ns: int
     last_ns: int
     share: float
-    """Position of its beginning, from 0 to 1."""
+    """Position of the fold's beginning on the axis, from 0 to 1."""
     width: float
 
     @property
@@ -49,14 +49,15 @@ class Tick:
     time_ns: int
     share: float
     step_ns: int
-    """Precision of the label: the distance between round moments; for a moment that is not round, 1 ms or less."""
+    """Precision of the label, in nanoseconds. For a round moment, this is the distance to the next round moment. For
+    any other moment, it is 1 ms or less."""
 
 
 class Axis:
     """Maps times to positions from 0 to 1."""
 
     def __init__(self, busy: Iterable[Interval]) -> None:
-        """Draw the given intervals, at least one, and fold long times between them."""
+        """Make an axis that shows the intervals in `busy`, at least one, and folds long times between them."""
         merged = _merged(busy)
         num_busy = sum(last - first for first, last in merged) or 1
         self._pieces = joined(merged, 2 * _FOLD_WIDTH * num_busy)
@@ -91,7 +92,7 @@ class Axis:
         return fold.share + fold.width * (time_ns - fold.first_ns) / fold.duration_ns
 
     def percent(self, time_ns: int, until_ns: int | None = None) -> str:
-        """Return the position of a time in percent; with `until_ns`, the width from one time to the other."""
+        """Return the position of a time in percent; with `until_ns`, the distance between the two times."""
         share = self.share(time_ns)
         if until_ns is not None:
             share = self.share(until_ns) - share

@@ -21,7 +21,7 @@ class PageClock:
         self._is_one_day = len({_day(self.at(each, at)) for each in readings for at in (0, each.now_ns)}) == 1
 
     def at(self, reading: Reading, time_ns: int) -> int:
-        """Return the time on the axis of the page."""
+        """Convert a time of a log to a time on the axis of the page."""
         unix_ns = reading.clock.unix_ns(time_ns)
         return time_ns if unix_ns is None or not self.is_of_day else unix_ns
 
@@ -37,7 +37,7 @@ class PageClock:
         return f"{time_of_day}{milliseconds(time_ns)} ms after {reading.log.path.name} was opened"
 
     def day(self, axis: Axis) -> str:
-        """Return the label of the axis: its first day, or its unit."""
+        """Return the label of the axis: the first day on the axis, or the unit of its times."""
         return f"{_day(axis.first_ns)} UTC" if self.is_of_day else "ms since opening"
 
     def labelled(self, axis: Axis, zoom: int) -> Iterator[tuple[Tick, str, bool]]:

@@ -1,6 +1,6 @@
 """Shortens ids for narrow columns by hiding the beginning and end that all ids share, and the middle of long ids.
 
-This module must not know what the ids name.
+This module must not depend on what the ids name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Pieces = tuple[tuple[str, bool], ...]
 
 
 def told_apart(names: Collection[str]) -> dict[str, Pieces]:
-    """Return name → its pieces. Two names never look the same without their hidden pieces."""
+    """Return name → pieces of the name. Two names always look different, even without their hidden pieces."""
     names = dict.fromkeys(names)
     begin = end = 0
     if len(names) > 1 and max(map(len, names)) > _LONGEST:
@@ -33,7 +33,7 @@ def told_apart(names: Collection[str]) -> dict[str, Pieces]:
 
 
 def _common(names: list[str]) -> int:
-    """Return the length of the common beginning, up to its last separator if it has one."""
+    """Return the length of the beginning that all names share, cut after its last separator if it has one."""
     differing = (at for at, characters in enumerate(zip(*names, strict=False)) if len(set(characters)) > 1)
     common = names[0][: next(differing, min(map(len, names)))]
     last = max(map(common.rfind, _SEPARATORS))
@@ -41,7 +41,7 @@ def _common(names: list[str]) -> int:
 
 
 def _cut(name: str, begin: int, end: int) -> Pieces:
-    """Return the pieces of a name. The shared beginning and end are hidden, and so is the middle of a long rest."""
+    """Return the pieces of a name. The shared beginning and end are hidden. If the rest is long, its middle is, too."""
     hidden = [(_KEPT, begin)] if begin else []
     core = (begin, len(name) - end)
     length = core[1] - core[0]

@@ -1,6 +1,7 @@
 """OpenTelemetry spans of a log: one per request, and below it the request's phases, waits, loads and saves.
 
-Each span is emitted when it ends; only open spans are kept in memory. This module must not know targets or formats.
+Each span is emitted when it ends. Only open spans are kept in memory. This module must not depend on targets or
+formats.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Event:
 
 @attrs.define
 class _Wait:
-    """Lookups of a request that are deferred in a row, until a save has completed."""
+    """Consecutive lookups of a request that were deferred because a save was in flight."""
 
     deferral: e.LookupDeferred
     sequence: int
@@ -57,7 +58,7 @@ class _Wait:
 
 @attrs.define
 class _Request:
-    """A request until its span is emitted."""
+    """A request whose span has not been emitted yet."""
 
     life: LifeSpan
     events: deque[_Event] = attrs.field(factory=lambda: deque(maxlen=_MAX_EVENTS))
@@ -79,8 +80,8 @@ class LogSpans(Sink):
 
     Args:
         log: the opened log.
-        opened_at_ns: Unix time at which the log was opened; the log's times count from there.
-        sums: has the tokens of each request by reason.
+        opened_at_ns: Unix time at which the log was opened. The log's times count from this time.
+        sums: the tokens of each request by reason.
         emit: called with each span.
     """
 
@@ -101,7 +102,7 @@ class LogSpans(Sink):
     # --- requests and the spans below them ----------------------------------------------------
 
     def began(self, span: Span) -> None:
-        """Remember a request. Other spans are emitted when they end."""
+        """Keep the span of a life, to which events are added until it ends. Ignore other spans until they end."""
         if isinstance(span, LifeSpan):
             self._requests[span.ordinal] = _Request(span)
 
@@ -182,7 +183,7 @@ class LogSpans(Sink):
     # --- instants -----------------------------------------------------------------------------
 
     def looked_up(self, lookup: Lookup) -> None:
-        """Add an event if the answer differs from the previous one; deferrals in a row become a wait."""
+        """Add an event if the answer differs from the previous answer. Consecutive deferrals become one wait."""
         request = self._requests.get(-1 if lookup.ordinal is None else lookup.ordinal)
         if request is None:
             return
@@ -203,7 +204,7 @@ class LogSpans(Sink):
             request.events.append(_Event(answer.id, lookup.time_ns, attributes))
 
     def happened(self, instant: Instant) -> None:
-        """Add an event to the span of the instant's request, or to the log's span if no such span is open."""
+        """Add an event to the span of the instant's request, or to the log's span if the request has no open span."""
         request = self._requests.get(-1 if instant.ordinal is None else instant.ordinal)
         if not instant.is_trouble and instant.kind not in (_OF_LOG if request is None else _OF_REQUEST):
             return
@@ -259,7 +260,7 @@ def _attributes(record: object, *names: str) -> dict[str, AttributeValue]:
 
 
 def _resource(log: StoredLog, log_id: str) -> Resource:
-    """Return the source of the spans. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` apply as usual."""
+    """Return a description of the spans' source. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` apply as usual."""
     header = log.header
     fields = {
         "service.version": header.get("kvledger_version"),

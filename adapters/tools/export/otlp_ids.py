@@ -1,6 +1,7 @@
 """Ids of spans and traces, computed from the log and the event, so that a second export has the same ids.
 
-All spans of a request are in one trace: the trace of its caller if the log has that trace, otherwise a new trace.
+All spans of a request are in one trace. This is the trace of the request's caller if the log contains the id of that
+trace, otherwise a new trace.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 
 
 def parent_of(trace_parent: bytes) -> SpanContext | None:
-    """Return the span of a request's caller, which is also the parent of vLLM's own `llm_request`; None: unknown."""
+    """Return the span of a request's caller; None: unknown. vLLM's own span `llm_request` has the same parent."""
     trace_id, span_id = int.from_bytes(trace_parent[:16], "big"), int.from_bytes(trace_parent[16:24], "big")
     parent = SpanContext(trace_id, span_id, is_remote=True, trace_flags=_SAMPLED)
     return parent if parent.is_valid else None
 
 
 class SpanIds(IdGenerator):
-    """Computes the ids of one log's spans. The SDK gets the ids in `next`."""
+    """Computes the ids of one log's spans. The SDK gives the ids in `next` to the span that it starts next."""
 
     def __init__(self, log_id: str) -> None:
         self._log_id = log_id
@@ -33,11 +34,14 @@ class SpanIds(IdGenerator):
         return self.next.span_id
 
     def generate_trace_id(self) -> int:
-        """Return the trace id of the next span, if it has no parent."""
+        """Return the trace id of the next span. The SDK asks for it only if the span has no parent."""
         return self.next.trace_id
 
     def of_request(self, ordinal: int | None, trace_parent: bytes) -> SpanContext:
-        """Return the ids of a life's span; without `ordinal`, the ids of the log's span, in a trace of its own."""
+        """Return the ids of a life's span. Without `ordinal`, return those for the span of the whole log.
+
+        The span of the log has a trace of its own.
+        """
         if ordinal is None:
             return self._context(self._hash(16, "log"), "log")
         parent = parent_of(trace_parent)
@@ -45,7 +49,7 @@ class SpanIds(IdGenerator):
         return self._context(trace_id, "request", ordinal)
 
     def within(self, parent: SpanContext, *what: str | int) -> SpanContext:
-        """Return the ids of a span in the same trace. `what` must be unique in the log."""
+        """Return the ids of a span in the trace of `parent`. `what` must be different for each span of the log."""
         return self._context(parent.trace_id, *what)
 
     def _context(self, trace_id: int, *what: str | int) -> SpanContext:

@@ -1,6 +1,6 @@
 """Targets of OpenTelemetry spans: an endpoint for OTLP over HTTP, or a file in the format of the collector.
 
-This module must not know the contents of the spans.
+This module must not depend on the contents of the spans.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SpanTarget(Protocol):
 
 
 class Batches:
-    """Collects spans and sends `SPANS_PER_REQUEST` at once; `flush` sends the last ones."""
+    """Collects spans and sends them in groups of `SPANS_PER_REQUEST`. Call `flush` at the end to send the rest."""
 
     def __init__(self, target: SpanTarget) -> None:
         self._target = target
@@ -138,7 +138,7 @@ class SpanEndpoint:
 
 
 class _Session(requests.Session):
-    """Remembers the outcome of the last request, because the exporter returns only whether it succeeded."""
+    """Keeps the outcome of the last request, because the exporter returns only whether the request succeeded."""
 
     _outcome: requests.Response | Exception | None = None
 

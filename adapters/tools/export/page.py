@@ -1,8 +1,9 @@
 """Writes one self-contained HTML page about the logs of a directory, for a ticket.
 
 The page is safe whatever the logs contain. The templates define the look and escape all text from the logs. The page's
-policy allows only the page's own style and script, by their hashes. Text that was not escaped could therefore not run,
-and the page fetches nothing. This module chooses the contents of the page, and what to leave out of large logs.
+content security policy allows only its own style and script, by their hashes. Even unescaped text could therefore not
+run as a script, and the page fetches nothing. This module chooses the contents of the page, and what to leave out of
+large logs.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) ->
 
 
 def _chosen(readings: Sequence[Reading]) -> list[list[Request]]:
-    """Return for each log the requests to draw, the worst first."""
+    """Return for each log the requests to draw, those with the most trouble first (see `Request.badness`)."""
     candidates = [
         (request.interest, index, request) for index, each in enumerate(readings) for request in each.shown.requests
     ]
@@ -121,7 +122,7 @@ def _chosen(readings: Sequence[Reading]) -> list[list[Request]]:
 
 
 def _most_interesting(reading: Reading, requests: Sequence[Request], num_requests: int) -> list[str]:
-    """Return the ids of the requests to show event by event. Each log has a share of `_MAX_TIMELINES`."""
+    """Return the ids of the requests to show event by event. Each log gets a share of `_MAX_TIMELINES`."""
     share = -(-_MAX_TIMELINES * len(requests) // max(1, num_requests))
     allowed = max(1, min(share, _WORK_OF_TIMELINES // max(1, reading.log.num_events)))
     by_interest = sorted(requests, key=lambda request: request.interest, reverse=True)
@@ -143,9 +144,9 @@ class _Entry:
     anchor: str
     """Id of the request's events on the page, or of its row if the events are not shown. Unique on the page."""
     timeline: RequestTimeline | None
-    """None: not shown event by event, or shown with an earlier life of the same id."""
+    """The request event by event; None: not shown this way, or shown with an earlier life of the same id."""
     why: str
-    """Reasons of the tokens that the request missed or computed again, without reasons by design."""
+    """Reasons why tokens of the request were missed or computed again, without the reasons in `BY_DESIGN`."""
 
     @property
     def name(self) -> str:
@@ -230,7 +231,7 @@ def _template() -> jinja2.Template:
 
 
 def _visible(value: object) -> object:
-    """Return text with invisible characters as numbers, because clients choose request ids. Markup stays."""
+    """Return text with escaped invisible characters, because clients choose request ids. Leave markup unchanged."""
     return value if hasattr(value, "__html__") else visible(str(value))
 
 

@@ -1,7 +1,7 @@
 """The part of a page about one log.
 
 The log is read once for the requests and the verdict, and again for the requests that are shown. This module must not
-know the look of the page or the page's other logs.
+depend on the look of the page or on the page's other logs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Reading:
     pool: Estimate
     """Tokens that pools of other sizes would have loaded."""
     figures: Figures | None
-    """None: the snapshot at which the log begins has no totals."""
+    """Totals of the log; None: unknown, because reading began at a snapshot without totals."""
     now_ns: int
 
     @classmethod
@@ -93,7 +93,10 @@ class Reading:
 
     @property
     def busy(self) -> list[Interval]:
-        """Intervals to draw, since the log was opened; if a request is selected, its intervals with a margin."""
+        """Intervals to draw, in nanoseconds since the log was opened.
+
+        If a request is selected, these are the intervals of the request, with a margin.
+        """
         if self.selection.request_id is None:
             return self.shown.busy or [(0, self.now_ns)]
         states = [state for request in self.shown.requests for state in request.states]
@@ -127,7 +130,7 @@ class Part:
     findings: Sequence[ListedFinding]
     num_findings: int
     num_uncollected: int
-    """Breaches that were counted but not kept. Their findings are unknown."""
+    """Breaches that were counted but not kept. It is unknown to which findings they belong."""
     explanations: Sequence[Sequence[Cause]]
     verdict: str
     verdict_style: str
@@ -152,7 +155,7 @@ class Part:
 
     @classmethod
     def of(cls, reading: Reading, requests: Sequence[Request], request_ids: Collection[str], output: Progress) -> Part:
-        """Read the log again, for the given requests. Requests with `request_ids` are shown event by event."""
+        """Read the log again for these requests. Those whose ids are in `request_ids` are shown event by event."""
         log, selection, shown, found = reading.log, reading.selection, reading.shown, reading.found
         listed = found.listed.findings[:_MAX_FINDINGS]
         evidence = {sequence for finding in listed for sequence in finding.first.evidence}

@@ -1,8 +1,8 @@
 """Writes a trace for Perfetto (ui.perfetto.dev) while the log is read, as JSON in Chrome's Trace Event Format.
 
-In the trace, each engine has two processes: `engine` (steps, trouble, cache, copies, counters), which Perfetto shows on
-top, and `requests`, with one track per life. Only open spans are kept in memory. This module must not know the meaning
-of events.
+In the trace, each engine has two processes. `engine` (steps, trouble, cache, copies, counters) is shown on top.
+`requests` has one track per life. Only open spans are kept in memory. This module must not depend on the meaning of
+events.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class EngineTrace(Sink):
     # --- spans --------------------------------------------------------------------------------
 
     def began(self, span: Span) -> None:
-        """Begin a track for a request, a slice on that track for a state, a slice of the engine for a copy or call."""
+        """Begin a track for a life, a slice on that track for a state, or a slice of the engine for a copy or call."""
         match span:
             case LifeSpan():
                 self._tracks.add(span.ordinal)
@@ -113,7 +113,7 @@ class EngineTrace(Sink):
                 self._begin_call(span)
 
     def ended(self, span: Span) -> None:
-        """End the slice of a state, a copy or a call; forget a request."""
+        """End the slice of a state, a copy or a call. For a life, forget its track."""
         match span:
             case LifeSpan():
                 self._arrows.pop(span.ordinal, None)
@@ -148,7 +148,7 @@ class EngineTrace(Sink):
         self._event("E", "state", span.state, span.last_ns, _FIRST_REQUEST + span.ordinal, arguments)
 
     def _begin_copy(self, copy: CopySpan) -> None:
-        """Begin a slice. The arrow of a preempted request passes through its load."""
+        """Begin a slice. The arrow of a preempted request passes through the slice of the request's load."""
         arguments = _fields(copy, "job_id", "request_id", "ordinal", "generation", "sequence", "num_pages")
         arguments |= {"slots": ranges(copy.slots), "block_ids": ranges(copy.block_ids)}
         arguments |= _fields(copy, "is_async", "before_forward")
@@ -176,7 +176,7 @@ class EngineTrace(Sink):
         self._event("e", "copy", copy.kind, copy.last_ns, _COPIES, arguments, more)
 
     def _begin_call(self, call: CallSpan) -> None:
-        """Begin a slice, not before the end of the previous slice: slices of a track nest, and clocks differ."""
+        """Begin a slice, but not before the end of the track's previous slice. Clocks differ, so calls may overlap."""
         if call.extension not in self._calls:
             self._calls[call.extension] = _FIRST_EXTENSION + len(self._calls), 0
             self._name_track(self._calls[call.extension][0], f"calls, {call.extension}")
@@ -187,7 +187,7 @@ class EngineTrace(Sink):
     # --- instants -----------------------------------------------------------------------------
 
     def looked_up(self, lookup: Lookup) -> None:
-        """Write an instant if the answer differs from the previous one: vLLM looks up a waiting request every step."""
+        """Write an instant if the answer differs from the previous one. vLLM looks up waiting requests in each step."""
         track = self._track_of(lookup.ordinal)
         if lookup.is_repeated or track is None:
             return
@@ -195,7 +195,7 @@ class EngineTrace(Sink):
         self._instant("lookup", lookup.answer.id, lookup.time_ns, track, arguments)
 
     def happened(self, instant: Instant) -> None:
-        """Write an instant on the request's track; if it is trouble or has no request, also on an engine's track."""
+        """Write the instant on its request's track. Without a request, or for trouble, also use an engine's track."""
         if instant.kind in {"chunks.evicted", "chunks.tainted"}:
             self._gone.setdefault(instant.kind, []).append(instant)
             return
@@ -213,7 +213,7 @@ class EngineTrace(Sink):
         return None if ordinal is None or ordinal not in self._tracks else _FIRST_REQUEST + ordinal
 
     def _show_gone(self) -> None:
-        """Write one instant for all chunks that left at once, because Perfetto nests instants of the same time."""
+        """Write one instant for all chunks that left at the same time. Perfetto would nest several instants."""
         for kind, instants in self._gone.items():
             keys = [str(key) for instant in instants for key in cast("list[str]", instant.fields["keys"])]
             arguments = {

@@ -32,8 +32,8 @@ def read_trace(
         selection: the selected part.
         sink: called with the spans and instants of the selected part.
         remark: called with remarks for the user, one sentence each.
-        also: functions that are called with each batch, before the trace.
-        visitors: called with each event, before the trace.
+        also: functions that are called with each batch, before the trace gets the batch.
+        visitors: called with each event, before the trace gets the event.
     """
     trace = Trace(model, log.core, begin_totals(log, model), sink, selection)
     reader = Reader(model, [*visitors, *trace.visitors], needs=trace.also_needs)

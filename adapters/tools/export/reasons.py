@@ -1,4 +1,4 @@
-"""Reasons why tokens were missed and computed again, for a page: token counts of a part, and causes of one request."""
+"""Why tokens were missed and computed again, for a page: token counts by reason, and the causes of one request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvledger.lifecycle.reader import Life, Model, Visits
 
 
 class Reasons(Accounts):
-    """The accounts of the selected part of a log, and the histories of the selected request.
+    """Counts tokens by reason in the selected part of a log, and keeps the histories of the selected request.
 
     Args:
         model: the reader's model.
         selection: the selected part.
-        explained: called with the history of each life when the life ends, or at the end of the log. Unless a request
-            is selected, a history has only token counts.
+        explained: called with the history of each life when the life ends, or at the end of the log. If no request is
+            selected, a history has only token counts.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class Reasons(Accounts):
         super().__init__(model, request_id=one, on_end=self._keep, keeps_histories=one is not None)
 
     def visits(self) -> Visits:
-        """Return the visits: first those that begin the selection, then those of the accounts."""
+        """Return the visits: first the visits that detect the beginning of the selection, then those of `Accounts`."""
         return [*((event_class, self._reach) for event_class in e.STANDARD_EVENTS.values()), *super().visits()]
 
     def ended(self, life: Life) -> None:
-        """Close the account of the life, as part of the selection if the current event is selected."""
+        """Count the tokens of the life. They belong to the selected part if the current event does."""
         self._reach()
         super().ended(life)
 
     def finish(self) -> None:
-        """Call `explained` with the lives that have not ended."""
+        """Call `explained` with the histories of the lives that have not ended."""
         if self._explained is not None:
             for history in super().histories:
                 self._explained(history)
@@ -71,7 +71,7 @@ class Reasons(Accounts):
 
 
 def totals(sums: Sums) -> dict[str, object]:
-    """Return name → value: `reasons`, rows of tokens by reason, and `balance`, the equation that they add up to."""
+    """Return `reasons` (rows of token counts by reason) and `balance` (an equation of all tokens), by these names."""
     found = sums_by_reason(sums)
     rows = [(reason.value, missed, again, reason.meaning) for reason, missed, again in found]
     all_missed, all_again = sum(missed for _, missed, _ in found), sum(again for *_, again in found)
@@ -82,6 +82,6 @@ def totals(sums: Sums) -> dict[str, object]:
 
 
 def causes(log: StoredLog, selection: Selection, histories: Histories) -> list[list[Cause]]:
-    """Return the chain of causes of each life of a request, as `kvledger why` shows it."""
+    """Return the causes of each life of a request, as `kvledger why` shows them."""
     chains = [folded(causes_of(each, histories, log)) for each in histories.of_incarnations]
     return [[cause for cause in chain if cause.last_sequence >= selection.first_sequence] for chain in chains]

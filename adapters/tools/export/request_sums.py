@@ -1,6 +1,6 @@
-"""Tokens that each request missed and computed again, by reason, as attributes for its span.
+"""Tokens that each request missed and computed again, by reason, as attributes for the request's span.
 
-This module must not know spans.
+This module must not depend on spans.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from kvledger.lifecycle.reader import Model
 
 
 class RequestSums(Accounts):
-    """The accounts of a log. Call `attributes_of` at the event that ends the request, or at the end of the log.
+    """Counts the tokens of each request by reason.
 
-    A reader must call this visitor before visitors that call `attributes_of`.
+    Call `attributes_of` at the event that ends the request, or at the end of the log. A reader must call this visitor
+    before the visitors that call `attributes_of`.
     """
 
     def __init__(self, model: Model, selection: Selection) -> None:
@@ -28,7 +29,7 @@ class RequestSums(Accounts):
         self._asked = {each.ordinal: each for each in self.histories}
 
     def attributes_of(self, ordinal: int) -> Mapping[str, int]:
-        """Return attribute → tokens of a request that ends, or of any open request at the end of the log."""
+        """Return attribute → number of tokens, for a life that has just ended or, at the log's end, is still open."""
         history = self._asked.get(ordinal)
         if history is None:
             return {}

@@ -1,7 +1,7 @@
 """Collects the contents of a page about a log in bounded memory.
 
-Of thousands of requests, those with trouble or preemptions are kept first; requests that are not kept are counted. This
-module must not know the look of the page.
+If there are thousands of requests, requests with trouble or preemptions are kept first, and the others are counted.
+This module must not depend on the look of the page.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Request:
 
     @property
     def badness(self) -> tuple[int, int, int, int]:
-        """Key that sorts the worst request first: by trouble, preemptions, time preempted or queued, arrival."""
+        """Sort key: most trouble first, then most preemptions, longest time preempted or queued, earliest arrival."""
         summary, spent = self.life.summary, self.life.summary.spent
         return (
             -self.num_troubles,
@@ -77,7 +77,10 @@ class Request:
 
     @property
     def interest(self) -> tuple[int, int, int]:
-        """Key of which the largest are shown: by trouble, preemptions, then a sample of the whole log."""
+        """Sort key; requests with the largest keys are shown. It ranks by trouble, then by preemptions.
+
+        Among equal requests, it chooses a sample that is spread over the whole log.
+        """
         # With the bits reversed, the smallest ordinals are multiples of large powers of two, which are evenly spread.
         backwards = int(f"{self.life.ordinal % 2**64:064b}"[::-1], 2)
         return self.num_troubles, self.life.summary.num_preemptions, -backwards
@@ -125,7 +128,7 @@ class Shown(Sink):
             self._requests[span.ordinal] = Request(span)
 
     def ended(self, span: Span) -> None:
-        """Add a bar, or the outcome of a request."""
+        """Keep a state, copy or call that has ended, or count the outcome of a request."""
         match span:
             case LifeSpan():
                 self.outcomes[span.summary.outcome] += 1
@@ -148,7 +151,7 @@ class Shown(Sink):
                 calls.longest = max(calls.longest, span, key=lambda call: call.duration_ns)
 
     def looked_up(self, lookup: Lookup) -> None:
-        """Add a mark if the answer is new."""
+        """Keep the lookup for a mark if its answer differs from the previous one."""
         request = self._requests.get(lookup.ordinal)
         if request is None or lookup.is_repeated:
             return
@@ -158,7 +161,7 @@ class Shown(Sink):
             request.num_left_out += 1
 
     def happened(self, instant: Instant) -> None:
-        """Add a mark, and a line to the list of instants."""
+        """Keep the instant for a mark of its request. Trouble, and instants without a request, are also listed."""
         if instant.is_trouble or not instant.request_id:
             instants = self.troubles if instant.is_trouble else self.others
             if len(instants) < MAX_INSTANTS:

@@ -1,6 +1,6 @@
 """Parts of a trace of a log: spans (requests, their states, copies), instants, lookups, steps, counts.
 
-Times are nanoseconds since the log was opened and never decrease. This module must not know file formats.
+Times are nanoseconds since the log was opened and never decrease. This module must not depend on file formats.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Span(msgspec.Struct, eq=False, kw_only=True):
     """Sequence number of the event that began the span."""
     since_ns: int
     until_ns: int | None = None
-    """End of the span; None while the span is open, also at the end of the log."""
+    """End of the span; None if the span has not ended in the log."""
     last_ns: int = 0
     """End of the span; if the span is open at the end of the log, the log's last time."""
 
     @property
     def duration_ns(self) -> int:
-        """Duration in nanoseconds, up to the end of the log; known when the span or the log has ended."""
+        """Duration in nanoseconds. It is known when the span has ended, or when the log has ended before the span."""
         return self.last_ns - self.since_ns
 
 
@@ -44,7 +44,7 @@ class LifeSpan(Span, eq=False, kw_only=True):
     trace_parent: bytes = b""
     """Trace context of the arrival; empty if the arrival has none or is not in the log."""
     num_tokens_retained: int = 0
-    """Tokens retained after preemptions; `num_tokens_recovered`: tokens recovered then."""
+    """Tokens that vLLM's prefix cache still had after preemptions. `num_tokens_recovered`: tokens loaded then."""
     num_tokens_recovered: int = 0
     num_bytes_loaded: int = 0
     num_bytes_saved: int = 0
@@ -68,7 +68,7 @@ class StateSpan(Span, eq=False, kw_only=True):
 
 
 class CopySpan(Span, eq=False, kw_only=True):
-    """One transfer job, from the decision to its settlement. `kind` is `load`, `save` or `tail save`."""
+    """One copy, from the decision that issued it to its end. `kind` is `load`, `save` or `tail save`."""
 
     ordinal: int | None
     """Ordinal of the life; None if the log lacks the request's arrival."""
@@ -98,7 +98,10 @@ class CopySpan(Span, eq=False, kw_only=True):
 
 
 class CallSpan(Span, eq=False, kw_only=True):
-    """A duration in an extension's figures, such as a hook of a recorded connector. It is begun and ended at once."""
+    """A duration in an extension's figures, such as the duration of a hook of a recorded connector.
+
+    Its beginning and its end are passed to the sink at the same time.
+    """
 
     extension: str
     name: str
@@ -115,7 +118,7 @@ class Lookup:
     """Ordinal of the life; None if the log lacks the request's arrival."""
     answer: LookupAnswered | LookupDeferred
     is_repeated: bool
-    """Whether question and answer equal the request's previous lookup. vLLM looks up waiting requests in every step."""
+    """Whether question and answer equal the previous ones. vLLM looks up waiting requests in every step."""
 
 
 @attrs.frozen(kw_only=True)
@@ -147,7 +150,7 @@ class Gauges:
     num_slots_used: int
     """Slots of the host pool that contain a chunk or a tail, or that a copy reads or writes."""
     num_bytes_used: int | None
-    """Used slots in bytes, by the page size of the last complete save; None before the first save."""
+    """Used slots in bytes, computed with the page size of the last completed save; None before the first save."""
     num_chunks_cached: int
     """Chunks that can be loaded."""
     num_loads_in_flight: int
@@ -156,14 +159,14 @@ class Gauges:
 
 @attrs.frozen
 class Step:
-    """One engine step, with the counts after all decisions on it."""
+    """One engine step, with the counts after all decisions that it caused."""
 
     step: int
     sequence: int
     time_ns: int
     num_scheduled_tokens: int
     num_events: int
-    """Events in the log: the step and the decisions on it."""
+    """Number of events in the log: the step and the decisions that it caused."""
     gauges: Gauges
 
 
@@ -174,7 +177,7 @@ class Sink:
     """
 
     needs_memory_gauges: ClassVar[bool] = True
-    """Whether `Gauges` counts blocks, slots and chunks (a sixth of the total time); otherwise these counts are 0."""
+    """Whether `Gauges` counts blocks, slots and chunks. If not, these counts are 0, which saves a sixth of the time."""
     needs_recoveries: ClassVar[bool] = True
     """Whether recovered and retained tokens are counted for each life; otherwise these counts are 0."""
 
@@ -191,10 +194,10 @@ class Sink:
         """Called with each answer to a lookup."""
 
     def stepped(self, step: Step) -> None:
-        """Called when a step and the decisions on it are complete."""
+        """Called when a step and the decisions that it caused are complete."""
 
     def counted(self, time_ns: int, gauges: Gauges) -> None:
-        """Called when an observation and the decisions on it are complete."""
+        """Called when an observation and the decisions that it caused are complete."""
 
     def idle(self, time_ns: int) -> None:
         """Called when no request is left to schedule."""

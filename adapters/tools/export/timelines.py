@@ -23,13 +23,13 @@ class RequestTimeline:
 
     groups: Sequence[Group]
     num_left_out: int
-    """Groups left out in the middle."""
+    """Number of groups that were left out in the middle."""
 
 
 def read_timelines(
     log: StoredLog, selection: Selection, request_ids: Collection[str], named: NamedEvents
 ) -> dict[str, RequestTimeline]:
-    """Return request id → timeline; also collect the events that `named` asks for."""
+    """Return request id → timeline. Pass every batch that is read to `named`, too."""
     timelines = begin_timelines(log, request_ids)
     reader = Reader(timelines.model, [timelines])
     for batch in log.batches(selection.last_sequence):

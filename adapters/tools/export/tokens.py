@@ -1,4 +1,4 @@
-"""Sources of tokens, as shares of a bar: after preemptions, and at all admissions."""
+"""Bars of a page that show where tokens came from: after preemptions, and at all admissions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def after_preemptions(figures: Sequence[Figures]) -> Bar:
 
 
 def at_admissions(sums: Sums) -> Bar:
-    """Return the bar of the tokens that requests needed at all their admissions, the first and later ones."""
+    """Return the bar of the tokens that requests needed at their first and at all later admissions."""
     missed = sums.misses()
     own = [Share(f"computed: {reason}", "computed", missed[reason]) for reason in _OWN_SHARES]
     num_others = missed.total() - sum(share.num_tokens for share in own)

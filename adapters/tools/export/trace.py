@@ -1,7 +1,7 @@
 """Calls a sink with the spans and instants of the selected part of a log, from the reader's model.
 
 Only open spans are kept, so the memory depends on the busiest moment of the log and not on the log's length. This
-module must not know files or formats.
+module must not depend on files or formats.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     lives: dict[int, LifeSpan] = {}
     """Ordinal → span, of lives whose beginning is known from the log or a snapshot."""
     states: dict[int, StateSpan] = {}
-    """Ordinal of such a life → span of its state."""
+    """Ordinal of a life in `lives` → span of the life's state."""
     copies: dict[int, CopySpan] = {}
     """Job id → span."""
     last_answers: dict[int, e.LookupAnswered | e.LookupDeferred] = {}
-    """Ordinal of such a life → its last answer."""
+    """Ordinal of a life in `lives` → the last answer to a lookup of the life."""
     kept_blocks: dict[int, list[int]] = {}
     """Ordinal of a finished life → blocks that are held for its copies."""
     bytes_per_page: float | None = None
     """Bytes per page of the last complete save."""
     now_ns: int = 0
-    """Latest time so far. In a damaged log, a later event may have an earlier time; this one is used instead."""
+    """Latest time so far. In a damaged log, it is also used for a later event that has an earlier time."""
 
 
 class Trace(Visitor[Model]):
     """Turns events into spans and instants.
 
-    The selection limits only the calls of the sink. Spans that are open when the selection begins have their real
-    beginning. Spans that continue after the selection's end are left open. If a request is selected, steps, counts and
-    instants without a request are still part of the selection.
+    The selection limits only what the sink gets. Spans that are open when the selection begins keep their real
+    beginning. Spans that continue after the selection's end are left open. If a request is selected, the sink also gets
+    steps, counts and instants without a request.
 
     Pass `visitors` to a reader in their order. The summary of a life must be complete before the life's span ends. The
-    recovered tokens of a request are known only until the totals have counted its step.
+    recovered tokens of a request are known only until the totals have counted the request's step.
     """
 
     needs = ("lives", "copies")
@@ -140,7 +140,7 @@ class Trace(Visitor[Model]):
         ]
 
     def decided(self) -> None:
-        """Pass the counts after an observation and all decisions on it to the sink."""
+        """Pass the counts to the sink, after an observation and all decisions that it caused."""
         now_ns = self.now_ns
         step = self._step
         if step is None and not self._shows_counts:
@@ -158,7 +158,7 @@ class Trace(Visitor[Model]):
             self._sink.counted(now_ns, gauges)
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """Show that events are missing. Missing oldest events are not a failure: usually they were retired."""
+        """Show that events are missing. Missing oldest events are no failure, because they were probably retired."""
         self.state.kept_blocks.clear()
         self.index()
         self._reach_event(last_sequence)
@@ -278,7 +278,7 @@ class Trace(Visitor[Model]):
         return span
 
     def _has_moved(self, life: Life) -> bool:
-        """Whether the life is in another state or generation than its open span."""
+        """Whether the life is in another state or generation than its open span shows."""
         span = self.state.states.get(life.ordinal)
         return span is not None and (span.state != life.state or span.generation != life.generation)
 
@@ -326,7 +326,7 @@ class Trace(Visitor[Model]):
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        """Add the retained and recovered tokens of requests that run again; the totals count them in this step."""
+        """Add retained and recovered tokens of requests that run again in this step, before the totals forget them."""
         self._step = event
         returning = self.totals.state.returning
         for ordinal, *_ in event.advanced if returning else ():
@@ -424,7 +424,7 @@ class Trace(Visitor[Model]):
         self._end_copy(span)
 
     def _end_copy(self, span: CopySpan, *, is_over: bool = True) -> None:
-        """End the span of a copy that is settled, or whose job id is used again."""
+        """End the span of a copy that has ended, or whose job id is used again."""
         del self.state.copies[span.job_id]
         life = None if span.ordinal is None else self.state.lives.get(span.ordinal)
         if life is not None and span.kind == "load":

@@ -1,4 +1,4 @@
-"""What several tools need of a stored log: its path, its events, a request in it, its end, the verdict.
+"""Code that several tools share: it finds a log and its requests, reads events, and judges the log and its end.
 
-This package must not know commands, pages, vLLM or torch.
+This package must not depend on commands, pages, vLLM or torch.
 """

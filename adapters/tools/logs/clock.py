@@ -1,4 +1,4 @@
-"""Times of day, from times since a log was opened and the opening time in its header. Always UTC."""
+"""Converts times since a log was opened to times of day in UTC. The log's header has the opening time."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ class Clock:
 
     @property
     def is_known(self) -> bool:
-        """Whether the header has the opening time."""
+        """Whether the log's header has the opening time."""
         return self._opened_ns is not None
 
     def unix_ns(self, time_ns: int | None) -> int | None:
-        """Convert a time since the log was opened to nanoseconds since 1970; None: unknown."""
+        """Convert a time since the log was opened to nanoseconds since 1970. None: unknown."""
         return None if self._opened_ns is None or time_ns is None else self._opened_ns + time_ns
 
     def date_and_time(self, time_ns: int) -> str:
-        """Return for example `2026-01-05T10:30:00.101Z`; empty if unknown."""
+        """Return the date and time, for example `2026-01-05T10:30:00.101Z`; empty if unknown."""
         at_ns = self.unix_ns(time_ns)
         return "" if at_ns is None else iso(at_ns)
 
     def time_of_day(self, time_ns: int) -> str:
-        """Return for example `10:30:00.101`; empty if unknown."""
+        """Return the time of day, for example `10:30:00.101`; empty if unknown."""
         return self.date_and_time(time_ns)[11:-1]
 
     def new_day(self, time_ns: int) -> str:
-        """Return for example `2026-01-05` if the day differs from that of the previous call; else empty."""
+        """Return the day, for example `2026-01-05`; empty if the previous call was about the same day."""
         before, self._day = self._day, self.date_and_time(time_ns)[:10]
         return self._day if self._day != before else ""
 
 
 def iso(unix_ns: int) -> str:
-    """Return for example `2026-01-05T10:30:00.101Z`, cut to milliseconds; empty if out of range."""
+    """Return the time as text cut to milliseconds, for example `2026-01-05T10:30:00.101Z`; empty if out of range."""
     try:
         at = _EPOCH + dt.timedelta(seconds=unix_ns // _NS_PER_S, milliseconds=unix_ns % _NS_PER_S // 1_000_000)
     except OverflowError:

@@ -1,7 +1,7 @@
-"""Which part of a log a verdict or an answer covers, and the reason if it covers nothing.
+"""Which events of a log a command's result covers, and the reason if the result covers none.
 
-A reader must not report "sound" or "none" about events that could not be checked. This module must not know a rule or a
-command.
+A command must not report "sound" or "none" about events that it could not check. This module must not depend on a rule
+or a command.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvledger.storage.events import HowEnded
 
 @attrs.frozen
 class Coverage:
-    """The covered events of a log, as sequence numbers; both are 0 if nothing is covered."""
+    """The events of a log that a result covers. Both sequence numbers are 0 if the result covers no event."""
 
     first_sequence: int = 0
     last_sequence: int = 0
     why_nothing: str = ""
-    """Reason why nothing is covered; empty if something is."""
+    """Reason why no event is covered; empty if events are covered."""
     is_whole: bool = True
     """Whether every event that was ever in the log is covered."""
 
@@ -36,10 +36,10 @@ class Coverage:
 
 
 class RequestPresence:
-    """Finds out whether a request lived in the selected part. Pass every event to `take`, in order.
+    """Finds out whether the selected request lived in the selected part. Pass every event to `take`, in order.
 
-    A request lives from its first event to its release. Its own events are not enough, because most steps do not name
-    the requests that they run.
+    A request lives from its first event to its release. It can live in a part in which no event names it, because most
+    steps do not name the requests that they run.
     """
 
     def __init__(self, selection: Selection, before: Projections | None = None) -> None:
@@ -61,7 +61,10 @@ class RequestPresence:
 
 
 class ExtensionEvents:
-    """Collects the events of extensions. Pass every event to `take`, in order."""
+    """Counts the events that extensions recorded, and collects the events that stopped an extension.
+
+    Pass every event to `take`, in order.
+    """
 
     def __init__(self) -> None:
         self.num_events = 0
@@ -79,9 +82,10 @@ class ExtensionEvents:
 
 
 def readable(log: StoredLog, selection: Selection) -> Coverage:
-    """Return the coverage of a log that was read: the selected events, if the state before them is known.
+    """Return the coverage of a log that was read: the selected events, if the state before these events is known.
 
-    A log without a readable header is reported as damaged anyway. Its events are covered and shown without state.
+    Without a readable header, all events that were read are covered, but no state is shown. Such a log is reported as
+    damaged anyway.
     """
     if not log.header and log.num_events:
         return Coverage(log.first_sequence, log.last_sequence, is_whole=False)
@@ -91,12 +95,12 @@ def readable(log: StoredLog, selection: Selection) -> Coverage:
 
 
 def checked(log: StoredLog, selection: Selection, last_foldable: int | None, *, is_present: bool) -> Coverage:
-    """Return the coverage of a log that was verified: the selected events whose rules and decisions were checked.
+    """Return the coverage of a verified log: the selected events for which rules and decisions were checked.
 
     Args:
-        log: a log that was read after a call of its `start`.
+        log: a log whose events were read after a call of its method `start`.
         selection: the selected part.
-        last_foldable: the event before the first one that cannot be folded; None: all events can be folded.
+        last_foldable: number of the event before the first event that cannot be folded; None: every event can.
         is_present: whether the selected request lived in the selected part; True if no request is selected.
     """
     last = log.trusted_sequence if last_foldable is None else min(last_foldable, log.trusted_sequence)
@@ -121,7 +125,8 @@ def _covered(log: StoredLog, selection: Selection, first: int, last: int) -> Cov
         return Coverage(why_nothing=f"the log ends with event {log.last_sequence}, before the selected part")
     if last < max(first, selection.first_sequence):
         return Coverage(
-            why_nothing=f"events after event {last} are missing, so the state in the selected part is not known"
+            why_nothing=f"events after event {last} are missing or cannot be folded, so the state in the selected part "
+            "is not known"
         )
     return Coverage(
         why_nothing=f"the selected part ends with event {selection.last_sequence}, but the state is known only from "

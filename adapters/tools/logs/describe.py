@@ -1,4 +1,4 @@
-"""Events in English, and their fields as JSON and as one line of text. This module must not know logs."""
+"""Events in English, and their fields as JSON or as one line of text. This module must not depend on logs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ MISS_REASONS: dict[str, str] = {
     MissReason.COMPLETE: "nothing is missing",
     MissReason.MISSING: "the next chunk is not in the pool",
     MissReason.SAVING: "the next chunk is still being saved",
-    MissReason.WINDOW: "tokens that a sliding window sees further on were not saved",
-    MissReason.SLOWER: "loads take longer than computing, as measured here",
-    MissReason.LOAD_FAILED: "its last load failed, so it must compute first",
+    MissReason.WINDOW: "at every later chunk, a sliding window needs tokens that were not saved",
+    MissReason.SLOWER: "loads take longer than computing, as measured in this engine",
+    MissReason.LOAD_FAILED: "the request's last load failed, so the request must compute first",
     MissReason.QUARANTINED: "the request is quarantined",
 }
 
 WHY_DECLINED: dict[str, str] = {
     e.POOL_FULL: "the host pool had no room",
-    e.UNFILLED: "a load into blocks that it depends on had failed",
+    e.UNFILLED: "a load into blocks on which the tokens depend had failed",
 }
 
 _LONG_WAIT_NS = 100_000_000
-"""Shortest wait in nanoseconds that the text mentions. It shows that other requests were served first."""
+"""Shortest wait for the first lookup that the text mentions, in nanoseconds. The engine served other requests first."""
 
 
 def state_change(before: str | None, after: str | None) -> str:
-    """Return `running`, `running → preempted` or `finished → released`; a life that begins has no state before."""
+    """Return for example `running` (no change), `running → preempted` or `finished → released`.
+
+    `before` is None if a life begins. `after` is None if the request was released.
+    """
     if before is None:
         return after or ""
     return before if before == after else f"{before} → {after or 'released'}"
@@ -57,7 +60,7 @@ def _lookup(answer: e.LookupAnswered) -> str:
 
 
 def lookups_in_a_row(num_times: int, duration_ns: int, waited_ns: int) -> str:
-    """Return what to add to a lookup's text: its repetitions, and the time from the arrival to the first lookup."""
+    """Return the end of a lookup's text: how often it was repeated, and how long after the arrival it first came."""
     repeated = f" — {num_times} times in {duration(duration_ns)}" if num_times > 1 else ""
     return repeated + (
         f"; first looked up {duration(waited_ns)} after it arrived" if waited_ns >= _LONG_WAIT_NS else ""
@@ -99,8 +102,8 @@ def _save(save: e.SaveIssued) -> str:
 def _tail_save(save: e.TailSaveIssued) -> str:
     blocks = plural(len(save.block_ids), "block")
     return (
-        f"save {save.job_id} starts: copies out {plural(save.num_tokens, 'token')} of its part-filled last chunk "
-        f"from {blocks} ({ranges(save.block_ids)}), before its blocks are overwritten"
+        f"save {save.job_id} starts: copies out {plural(save.num_tokens, 'token')} of the request's part-filled last "
+        f"chunk from {blocks} ({ranges(save.block_ids)}), before these are overwritten"
     )
 
 
@@ -119,7 +122,7 @@ def _allocated(event: e.BlocksAllocated) -> str:
 
 
 def figures_of_extension(event: e.ExtensionEvent, core: Core) -> Mapping[str, int]:
-    """Return words → amount, which the extension counts for its event; see `Extension.figures`."""
+    """Return words → amount: the figures that the extension computes for its event (see `Extension.figures`)."""
     extension, payload = _read(event, core)
     with suppressed():  # an extension's code may raise
         if extension is not None and payload is not None:
@@ -163,7 +166,7 @@ def _exchanged(event: e.HooksExchanged) -> str:
     )
     shown = [f"{number} x {what}" for number, what in counts if number]
     shown += [f"DIFFERENT: {kind} {number}: {what}" for kind, number, what in event.differences]
-    return f"left and arrived as recorded: {', '.join(shown) or 'nothing else'}"
+    return f"hook calls compared with the log: {', '.join(shown) or 'none'}"
 
 
 def _delivered(event: e.EffectsDelivered) -> str:
@@ -174,9 +177,9 @@ def _delivered(event: e.EffectsDelivered) -> str:
         ("failed loads of requests", event.failed),
         ("free blocks of requests", event.sent),
         ("arrived loads of requests", event.received),
-        ("loads that workers reported, of requests", event.reported),
+        ("ends that workers reported, of requests", event.reported),
     )
-    return "reported to vLLM: " + "; ".join(f"{what} {', '.join(map(str, which))}" for what, which in reported if which)
+    return "delivered: " + "; ".join(f"{what} {', '.join(map(str, which))}" for what, which in reported if which)
 
 
 _WORDS: dict[type[e.Event], Callable[..., str]] = {
@@ -200,15 +203,17 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.RequestFinished: lambda event: f"finished ({event.status}) with {plural(event.num_tokens, 'token')}",
     e.HookFailed: lambda event: f"hook {event.hook} FAILED: {event.error}",
     e.DecisionWithheld: lambda event: f"withheld from vLLM: {event.detail}",
-    e.LoadRefused: lambda _: "vLLM claimed an answer that cannot be loaded; reported as failed",
+    e.LoadRefused: lambda _: "vLLM claimed offered tokens that cannot be loaded, so the load was reported as failed",
     e.EffectsDelivered: _delivered,
     e.StepReported: lambda event: (
         f"the output of the step of event {event.delivered} arrived, from {plural(len(event.ranks), 'rank')}"
     ),
     e.LoadErrorsObserved: lambda event: f"{plural(len(event.block_ids), 'block')} could not be filled",
-    e.CacheReset: lambda _: "cache reset: all chunks saved before are stale",
+    e.CacheReset: lambda _: "cache reset: all chunks that were saved before it are stale",
     e.PrefixCacheReset: lambda _: "vLLM reset its prefix cache, not the connector's: saved chunks can still be loaded",
-    e.EndRefused: lambda event: f"another connector reported {event.field} too early; removed before vLLM acted on it",
+    e.EndRefused: lambda event: (
+        f"another connector reported {event.field} too early; kvledger removed the report before vLLM acted on it"
+    ),
     e.HooksExchanged: _exchanged,
     e.LogNote: lambda event: f"note: {event.text}",
     # Decisions. Progress is left out: the state shows it.
@@ -219,7 +224,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     ),
     e.LoadIssued: _load,
     e.TransferAwaited: _awaited,
-    e.BlocksHeld: lambda _: "its blocks are held until nothing reads them",
+    e.BlocksHeld: lambda _: "the request's blocks are held until no copy reads them",
     e.LoadCompleted: lambda event: f"load {event.job_id} has arrived",
     e.LoadFailed: lambda event: f"load {event.job_id} failed: {event.error}",
     e.SaveIssued: _save,
@@ -280,40 +285,41 @@ _MORE_WORDS: dict[type[e.Event], Callable[..., str]] = {
         f"vLLM looks up {plural(event.num_tokens, 'token')}, {event.num_computed_tokens} of them computed already"
     ),
     e.PagesDigested: lambda event: (
-        f"rank {event.rank} hashed {plural(len(event.digests), 'block')} of group {event.group} from "
-        f"{event.first_block} on {'after a load' if event.is_load else 'before a save'}"
+        f"rank {event.rank} hashed {plural(len(event.digests), 'block')} of group {event.group}, beginning with block "
+        f"{event.first_block} of the request's table, {'after a load' if event.is_load else 'before a save'}"
     ),
     e.PrefillAdvanced: _computed,
     e.PrefillCompleted: lambda event: f"{_computed(event)}; the prompt is complete",
     e.StepScheduled: _step,
     e.TransferReported: _reported,
     e.WindowLeft: lambda event: (
-        f"its sliding windows leave blocks free with {plural(event.num_settled_tokens, 'settled token')}"
+        "vLLM frees blocks that the request's sliding windows have left, at "
+        f"{plural(event.num_settled_tokens, 'settled token')}"
     ),
 }
 
 
 def describe(event: e.Event, core: Core) -> str:
-    """Return the event in words; empty if another part of the line shows it."""
+    """Return the event in words; empty for events that commands show in another way, such as steps and reports."""
     if isinstance(event, e.ExtensionObserved | e.ExtensionNoted | e.ExtensionDecided):
         return _of_extension(event, core)
     return describe_core_event(event)
 
 
 def describe_core_event(event: e.Event) -> str:
-    """Return what `describe` returns, for an event that is not an extension's."""
+    """Return the event in words, as `describe` does. The event must not be an extension's."""
     say = _WORDS.get(type(event))
     return "" if say is None else say(event)
 
 
 def sentence(event: e.Event, core: Core) -> str:
-    """Return the event in words, even if `describe` leaves it out."""
+    """Return the event in words, also for an event for which `describe` returns an empty text."""
     say = _MORE_WORDS.get(type(event))
     return describe(event, core) or (event_text(event) if say is None else say(event))
 
 
 def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
-    """Return one phrase for each decision, but a single one for all evicted and for all tainted chunks."""
+    """Return phrases for decisions that have words: one for all evicted chunks, one for all tainted, one per other."""
     phrases = []
     num_evicted = num_tainted = 0
     for decision in decisions:

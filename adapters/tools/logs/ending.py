@@ -37,14 +37,14 @@ def ending_text(ending: LogEnding, num_open: int | None) -> str:
 
 
 def sound_text(ending: LogEnding) -> str:
-    """Return the verdict for a log in which nothing is wrong."""
+    """Return the verdict for a log in which nothing is wrong. It depends on how the log ended."""
     return "sound, but its end is missing" if ending.missing is not None else _SOUND[ending.how]
 
 
 def under_way_text(call: UnderWay, log: StoredLog) -> str:
-    """Describe an unfinished call and when it began; in an open log, also how long ago."""
+    """Describe an unfinished call and when it began. If the log is open, also say how long ago it began."""
     text = f"{call.what} since event {call.sequence} ({milliseconds(call.time_ns)} ms)"
     opened_ns = log.header.get("opened_at_unix_ns")
     if log.ending.how is not HowEnded.OPEN or not isinstance(opened_ns, int):
-        return f"{text}; the log does not contain its end"
+        return f"{text}; the log does not contain the end of this call"
     return f"{text}, {duration(max(0, time.time_ns() - opened_ns - call.time_ns))} ago"

@@ -1,6 +1,6 @@
-"""Explains in English why the tokens of a request were computed: a chain of causes in the order of the log.
+"""Explains in English why the tokens of a request were computed: a list of causes in the order of the log.
 
-Each cause has its reasons. A cause that the log does not record is called inferred.
+A cause lists the reasons why tokens were left to compute. The text marks what the log does not record as "inferred".
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _MAX_PREFIXES = 3
 _COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
 _ONLY_IF_ANY = frozenset({"still to be loaded", "from elsewhere"})
 _OF_RECORDED = {
-    Reason.COMPUTING: "known to {owner}{when}, which was still computing them",
+    Reason.COMPUTING: "known to {owner}{when}; that request was still computing these tokens",
     Reason.NEVER_GIVEN: "known to {owner}{when}, but never given to the connector's workers to save",
     Reason.EVICTED_UNSAVED: (
         "known to {owner}{when}, never given to the connector's workers to save, and gone from vLLM's prefix cache"
@@ -85,7 +85,7 @@ _OF_RECORDED = {
 
 @attrs.define
 class Cause:
-    """One link of the chain. Times in nanoseconds since the log was opened."""
+    """One cause in the explanation of a life. Times in nanoseconds since the log was opened."""
 
     what: str
     """`lookup`, `admission`, `recomputed`, `computed_twice`, or the id of an event."""
@@ -94,41 +94,41 @@ class Cause:
     time_ns: int
     text: str
     words: str = ""
-    """Text of a lookup, without repetitions, durations and the load that it waits for."""
+    """Text of a lookup without its repetitions, its durations and the load for which the lookup waits."""
     num_times: int = 1
     until_ns: int = attrs.field(default=attrs.Factory(lambda cause: cause.time_ns, takes_self=True))
-    """Time of the last lookup if the cause combines several; else `time_ns`."""
+    """Time of the last lookup if the cause combines several lookups; else `time_ns`."""
     waited_ns: int = 0
-    """Time from the request's arrival to its first lookup; 0 for any other cause."""
+    """Time from the request's arrival to its first lookup, if the cause is this lookup; else 0."""
     spans: tuple[Span, ...] = ()
-    """The tokens with their reasons."""
+    """The tokens that had to be computed, with the reasons."""
     reasons: list[str] = attrs.field(factory=list)
-    """The reasons that get a line of their own, in words."""
+    """Reasons in words, one line each, without those that an earlier cause shows."""
     evidence: tuple[int, ...] = ()
     num_blocks_held: int = 0
-    """Blocks of vLLM's KV cache that all requests held at that time (of several lookups: the first); 0 if unknown."""
+    """Blocks of vLLM's KV cache that all requests together held at `time_ns`; 0 if unknown."""
     held: str = ""
-    """`num_blocks_held` in words, for the first lookup of a request that waited."""
+    """`num_blocks_held` in words, for a first lookup that came late or was repeated; else empty."""
     notes: list[str] = attrs.field(factory=list)
     """Lines that extensions add."""
 
 
 def causes_of(history: RequestHistory, histories: Histories, log: StoredLog) -> list[Cause]:
-    """Return the chain of one life.
+    """Return the causes of one life, in the order of the log.
 
     Args:
         history: the history of that life.
-        histories: the histories of all lives of the request, with the events that these histories name.
+        histories: the histories of all lives of the request id, with the events that these histories name.
         log: the log from which the histories were read.
     """
     return _Chain(history, histories, log.core, log.configuration, log.num_device_blocks).causes()
 
 
 def folded(causes: Sequence[Cause]) -> list[Cause]:
-    """Return the chain with less repetition, for people.
+    """Return the causes with less repetition, for people.
 
-    A broken rule and the quarantine that follows from the rule become one cause. Many lookups in a row whose answers
-    differ only in numbers also become one cause.
+    A broken rule and the quarantine because of that rule become one cause. More than `_MAX_LOOKUPS` lookups whose
+    answers differ only in numbers become one cause, too, if no other cause lies between these lookups.
     """
     result: list[Cause] = []
     for cause in _fewer_lookups(causes):
@@ -164,7 +164,7 @@ def _one_lookup(same: Sequence[Cause]) -> Cause:
     text = "".join(before if before == after else f"{before} → {after}" for before, after in parts)
     text += lookups_in_a_row(num_times, last.until_ns - first.time_ns, first.waited_ns) + first.held
     if last.reasons:
-        text += f"; at the last ones, from event {last.sequence} ({milliseconds(last.time_ns)} ms) on:"
+        text += f"; reasons of the last lookups, from event {last.sequence} ({milliseconds(last.time_ns)} ms) on:"
     return attrs.evolve(
         last,
         sequence=first.sequence,
@@ -176,7 +176,10 @@ def _one_lookup(same: Sequence[Cause]) -> Cause:
 
 
 def sums_by_reason(sums: Sums) -> list[tuple[Reason, int, int]]:
-    """Return (reason, missed tokens, tokens computed again): most tokens first, but reasons by design last."""
+    """Return rows of (reason, missed tokens, tokens computed again).
+
+    Rows with the most tokens computed again come first, rows with a reason in `BY_DESIGN` last.
+    """
     missed, again = sums.misses(), sums.recomputed + sums.computed_twice
     found = [(reason, missed[reason], again[reason]) for reason in Reason if missed[reason] or again[reason]]
     return sorted(found, key=lambda row: (row[0] in BY_DESIGN, -row[2], -row[1]))
@@ -196,7 +199,7 @@ def balance(sums: Sums) -> str:
 
 
 def duplicated_text(sums: Sums) -> str:
-    """Describe how many tokens of which prefixes were duplicated: loaded by two loads at once."""
+    """Describe how many tokens were duplicated (loaded by two loads at the same time), and of which prefixes."""
     prefixes = sums.duplicated.most_common(_MAX_PREFIXES)
     named = [f"{plural(count, 'token')} of the prefix that ends with chunk {key}" for key, count in prefixes]
     num_others = len(sums.duplicated) - len(prefixes)
@@ -206,7 +209,7 @@ def duplicated_text(sums: Sums) -> str:
 
 @attrs.frozen
 class _Chain:
-    """Makes the causes of one life."""
+    """Computes the causes of one life."""
 
     history: RequestHistory
     histories: Histories
@@ -284,7 +287,7 @@ class _Chain:
             cause.text += f"; inferred: the cache reset at event {last.sequence} took its blocks"
             return
         if step is None or not isinstance(step.event, e.StepScheduled):
-            cause.text += "; the step for which vLLM took its blocks is not in the log"
+            cause.text += "; the step for which vLLM took the request's blocks is not in the log"
             return
         cause.evidence = (step.sequence,)
         event = step.event
@@ -304,18 +307,18 @@ class _Chain:
         if others:
             cause.text += (
                 f", and blocks went to {', '.join(others)}. vLLM takes a running request's blocks when another request "
-                "needs one and none is free; inferred: it took them for that request"
+                "needs one and none is free; inferred: it took this request's blocks for that request"
                 f"{f' ({full} itself)' if full else ''}"
             )
         elif full:
             cause.text += (
                 f", and no other request got a block; {full}. vLLM takes the blocks of the last running request; "
-                "inferred: that was the request that needed one"
+                "inferred: this request was the last one"
             )
         else:
             cause.text += (
-                ", and no other request got a block that is in the log; inferred: the prefix cache was reset, or the "
-                "request needed a block itself"
+                ", and the log does not show that another request got a block; inferred: the prefix cache was reset, "
+                "or the request needed a block itself"
             )
 
     # --- lookups, admissions, steps ---------------------------------------------------------------
@@ -352,7 +355,7 @@ class _Chain:
         parts.append(f"{num_left} left to compute")
         text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"
         held = self._held_text(admission.num_held)
-        text += f"; with its blocks, requests hold {held}" if held else ""
+        text += f"; including its blocks, requests hold {held}" if held else ""
         left = (*admission.not_loaded, *admission.missed)
         cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=left)
         cause.num_blocks_held = admission.num_held
@@ -384,12 +387,12 @@ class _Chain:
 
 
 def _dated(num_tokens: int, reset_sequence: int) -> str:
-    """Return text about the tokens that are older than a reset of vLLM's cache; empty if there are none."""
+    """Return text that says how many tokens are older than a reset of vLLM's cache; empty if `num_tokens` is 0."""
     if not num_tokens:
         return ""
     return (
         f" ({num_tokens} of these are older than event {reset_sequence}, which reset vLLM's cache but not the "
-        "connector's: they are right only if the weights have not changed since)"
+        "connector's: their KV is right only if the weights have not changed since that event)"
     )
 
 
@@ -401,7 +404,7 @@ def _awaited_text(load: SharedLoad) -> str:
 
 
 def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]:
-    """Return causes and recomputations in order. Consecutive steps that compute tokens again become one cause."""
+    """Return causes and recomputations in the order of the log. Consecutive recomputations become one cause."""
     result: list[Cause] = []
     for cause in sorted((*causes, *recomputed), key=lambda cause: cause.last_sequence):
         last = result[-1] if result else None
@@ -428,7 +431,7 @@ def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]
 
 
 def groups_of(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Yield groups of neighbouring spans with the same reason, caused by the same request or event."""
+    """Yield groups of adjacent spans that have the same reason and come from the same request or event."""
     group: list[Span] = []
     for span in spans:
         if group and (group[-1].end_token != span.first_token or _origin(group[-1]) != _origin(span)):
@@ -449,9 +452,9 @@ def _origin(span: Span) -> tuple[object, ...]:
 
 
 def reason_text(spans: Sequence[Span], histories: Histories, chunk_size: int, before_ns: int | None) -> str:
-    """Return why these tokens, which have the same reason, were left to compute.
+    """Return in words why the tokens of these spans, which all have the same reason, were left to compute.
 
-    `before_ns`: when the tokens were missed; None: unknown.
+    `before_ns`: the time at which the tokens were missed; None: unknown.
     """
     first, reason = spans[0], spans[0].reason
     where = _where(first.first_token, spans[-1].end_token, None if reason in _WITHOUT_CHUNKS else chunk_size)

@@ -27,17 +27,16 @@ class RequestAmbiguous(CommandFailed):
 
 
 def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) -> tuple[StoredLog, str]:
-    """Find the one request whose id is the given text, has it as a whole part, begins with it, or contains it.
+    """Find the one request that the text `given` means, and return its log and its whole id in that log.
 
-    These rules are tried in this order until one fits a request. vLLM's front ends write something before and after the
-    id that a client gives: `cmpl-chat-1-0-8f3a1c5e` has `chat-1` as a whole part, between hyphens. A long id, which is
-    cut in logs, is found by its hash, or by its beginning if vLLM has written something before the id.
-
-    Returns the log and the whole id in that log.
+    These rules are tried in this order until one fits a request: the id equals the text, has the text as a whole part
+    between hyphens, begins with the text, or contains the text. In `cmpl-chat-1-0-8f3a1c5e`, the client's id `chat-1`
+    is such a part, because vLLM's front ends write something before and after it. Logs cut a long id. It is found by
+    its hash, or by its beginning if vLLM has written something before the id.
 
     Args:
         known: each log with the ids of its requests, in the order of their arrival.
-        given: an id or a part of one.
+        given: an id or a part of an id.
 
     Raises:
         RequestUnknown: no id fits.
@@ -68,14 +67,18 @@ def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) ->
 
 
 def request_ids(log: StoredLog, given: str, output: Progress) -> dict[str, None]:
-    """Return the ids that contain the given text, or all ids if none does, in the order of arrival."""
+    """Return the request ids that may fit the given text, in the order of arrival.
+
+    These are at least the ids that contain the text. If no id contains the text, they are all ids.
+    """
     part = logged_request_id(given)
     index = index_for(log, output, part)
     if index is not None:
         with contextlib.closing(index):
             if not index.contents.describes(log):
                 output.remark(
-                    f"the log has grown since its index was built: described up to event {index.contents.last_sequence}"
+                    "the log has grown since its index was built: requests are "
+                    f"described up to event {index.contents.last_sequence}"
                 )
             return dict.fromkeys(index.request_ids(part) or index.request_ids(""))
     known: dict[str, None] = {}
@@ -87,7 +90,7 @@ def request_ids(log: StoredLog, given: str, output: Progress) -> dict[str, None]
 
 
 def _nearest(wanted: str, names: Sequence[str]) -> list[str]:
-    """Return the names that share more than half of `wanted` in one piece, the nearest first."""
+    """Return the names that contain more than half of `wanted` in one piece, the name with the longest piece first."""
     matcher = difflib.SequenceMatcher(None, "", wanted, autojunk=False)
     pieces = {}
     for name in names[:_MAX_COMPARED]:

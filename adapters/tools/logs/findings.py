@@ -1,11 +1,12 @@
-"""The findings of a log: one for each cause, with the breaches that follow from that cause.
+"""Groups what is wrong in a log into findings, one for each cause. Each fault in a finding is called a breach.
 
-A finding begins with a breach about one life of a request. Later breaches about the same life belong to the same
-finding, and so do breaches that the same observation shows. A divergence belongs to the finding about its life or its
-observation. All other divergences are one finding, because one change of the code explains them. Breaches of a rule
-that concern no request are one finding, too.
+- A finding begins with a breach about one life of a request. Later breaches about the same life, and breaches that
+  became visible at the same observation, belong to the same finding.
+- A divergence belongs to the finding about its life or its observation. All other divergences of decisions form one
+  finding, because one change of the code explains all of them.
+- Breaches of a rule that concern no request form one finding if their texts differ only in numbers.
 
-`verify`, the page and the Python API take their number of findings from here. `docs/decisions/0069` has the reasons.
+`verify`, the page and the Python API count findings with this module. `docs/decisions/0069` has the reasons.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvledger.lifecycle.events import NO_LIFE
 
 @attrs.define
 class Breach:
-    """Something wrong at one event, or at several events if its texts differ only in numbers."""
+    """A broken rule, divergence or other fault. Faults whose texts differ only in numbers are counted as one breach."""
 
     what: str
     detail: str
@@ -34,7 +35,7 @@ class Breach:
     request_id: str = ""
     generation: int | None = None
     evidence: Sequence[int] = ()
-    """Sequence numbers of the events that show its first occurrence."""
+    """Sequence numbers of the events that show the first occurrence of the breach."""
     num_times: int = 1
     last_sequence: int = attrs.field(default=attrs.Factory(lambda breach: breach.sequence, takes_self=True))
     last_ns: int = attrs.field(default=attrs.Factory(lambda breach: breach.time_ns, takes_self=True))
@@ -45,7 +46,7 @@ class Breach:
         return f"{self._place}{self._whose}"
 
     def text_after(self, first: Breach) -> str:
-        """Return the whole text, without the request if `first` has the same request."""
+        """Return the title and the detail. Leave out the request if `first` is about the same request."""
         title = self._place if self._whose == first._whose else self.title
         return f"{title}: {self.detail}" if self.detail else title
 
@@ -66,7 +67,7 @@ class Breach:
 
 @attrs.frozen
 class Finding:
-    """The breaches of one cause, as far as a log shows it, in the order of the log."""
+    """The breaches that, as far as the log shows, have the same cause. They are in the order of the log."""
 
     breaches: list[Breach]
 
@@ -92,7 +93,7 @@ class FindingList:
 
     findings: Sequence[Finding] = ()
     num_uncollected: int = 0
-    """Breaches that were counted but not kept. Their findings are unknown."""
+    """Breaches that were counted but not kept. It is unknown to which findings they belong."""
     _of: dict[int, Finding] = attrs.field(factory=dict)
 
     def first_sequence(self, item: object) -> int:
@@ -152,7 +153,10 @@ class _Folding:
         self.add(divergence, breach, life, getattr(event, "cause", divergence.sequence), what)
 
     def add(self, item: object, breach: Breach, life: Hashable, observation: int, otherwise: Hashable = None) -> None:
-        """Add a breach about a life, shown by an observation. `otherwise`: key of the finding if no other fits."""
+        """Add a breach to the finding about its life or its observation.
+
+        `otherwise`: key of the finding to use if there is no such finding; None: begin a new finding.
+        """
         finding = self._by_life.get(life) or self._by_observation.get(observation) or self._by_life.get(otherwise)
         if finding is None:
             finding = Finding([])
@@ -173,7 +177,10 @@ class _Folding:
 
 
 def difference_text(divergence: Divergence, core: Core) -> str:
-    """Return what the log has and what the code decides today; for events of one class only the fields that differ."""
+    """Return in words what the log has and what this code decides.
+
+    If both events have the same class, the text names only the fields that differ.
+    """
     recorded, decided = divergence.recorded, divergence.decided
     if recorded is None or decided is None or type(recorded) is not type(decided):
         has, makes = ("nothing" if event is None else sentence(event, core) for event in (recorded, decided))
@@ -188,5 +195,5 @@ def difference_text(divergence: Divergence, core: Core) -> str:
 
 
 def _life(ordinal: int | None, request_id: str) -> Hashable:
-    """Return a key for a life, or for a request whose life is unknown; None if no request is concerned."""
+    """Return a key for a life, or for a request whose life is unknown. Return None if there is no request id."""
     return (request_id, ordinal) if request_id else None

@@ -1,7 +1,7 @@
 """Describes a log without folding it, from its header, its files, its end record and its newest segment.
 
-In a large log, a glance does not see damage in older segments; `kvledger verify` does. This module must not decide
-anything.
+In a large log, a glance does not see damage in older segments; `kvledger verify` does. This module must not judge a
+log.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ _COUNTED_BYTES = 4 << 20
 
 @attrs.frozen
 class Glance:
-    """One log of a list."""
+    """One log in the list of `kvledger ls`."""
 
     path: Path
     log_id: str = ""
     written_by: str = ""
-    """kvledger's version, the recorded connector, the worker."""
+    """kvledger's version, then the recorded connector and the worker's rank if the header has them."""
     model: str = ""
     opened_at_unix_ns: int | None = None
     ended_at_unix_ns: int | None = None
     """Time of the last event."""
     num_events: int = 0
-    """Events that were written; the oldest may be retired."""
+    """Events that were written, including events that were retired."""
     num_requests: int | None = None
-    """Requests that arrived. None: the log is large, damaged or a worker's, or lacks its beginning."""
+    """Requests that arrived. None: not counted, because the log is large, damaged, empty, undecodable or a worker's, or
+    lacks its beginning."""
     nothing_checked: str = ""
-    """Reason why nothing of the log can be checked, as far as a glance shows; empty if something can."""
+    """Reason why no event of the log can be checked, as far as a glance shows; empty if events can be checked."""
     num_bytes: int = 0
     ending: LogEnding | None = None
     damage: tuple[str, ...] = ()
     """Kinds of damage in the segments that were read."""
     unreadable: str = ""
-    """Reason why nothing else is known; empty if the log can be read."""
+    """Reason why the log cannot be read, so that nothing else is known; empty if it can be read."""
 
 
 def glance_at(path: Path) -> Glance:
-    """Look at a log. An unreadable log is reported in `unreadable`; nothing is raised."""
+    """Describe a log. If the log cannot be read, `unreadable` has the reason, and no error is raised."""
     try:
         return _glance_at(path)
     except OSError as error:
@@ -109,7 +110,7 @@ def _glance_at(path: Path) -> Glance:
 
 
 def _decoder(header: dict[str, object]) -> EventDecoder | None:
-    """Return a decoder for times and requests; None if events cannot be decoded here: then only these are missing."""
+    """Return a decoder, which is needed for times and requests. Return None if events cannot be decoded here."""
     try:
         return EventDecoder(Core.standard().reading(header, available_extensions()), header, lenient=True)
     except (CodecError, CoreError):

@@ -1,7 +1,7 @@
-"""The history of one request, and the events that it names.
+"""The history of one request, and the events to which the history refers.
 
-Both come from the log's index. Without an index the log is read twice, because the history is complete only at the end
-of the log.
+Both come from the log's index. Without an index, the log is read twice: first for the history, then for these events.
+Only at the end of the log is the history complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from kvledger.lifecycle.reader import Reader
 
 @attrs.frozen
 class NamedEvent:
-    """An event that a history names. `time_ns`: since the log was opened; for a decision, the time of its cause."""
+    """An event to which a history refers.
+
+    `time_ns` is the time since the log was opened. For a decision, it is the time of the observation.
+    """
 
     sequence: int
     event: e.Event
@@ -40,13 +43,16 @@ class Histories:
     """Ordinal → request id, at least for the requests that got blocks when this request was preempted."""
 
     def time_ns(self, sequence: int) -> int | None:
-        """Return the time of an event; None if no history names the event."""
+        """Return the time of an event; None if no history refers to the event."""
         named = self.events.get(sequence)
         return None if named is None else named.time_ns
 
 
 def read_histories(log: StoredLog, selection: Selection, request_id: str, output: Progress) -> Histories:
-    """Return the histories of a request up to the selection's end, with the events before its beginning."""
+    """Return the histories of a request up to the end of the selection.
+
+    The beginning of the selection is ignored, because earlier events are among the reasons.
+    """
     index = index_for(log, output, request_id) if selection.last_sequence is None else None
     if index is not None:
         with contextlib.closing(index):
@@ -98,7 +104,7 @@ class NamedEvents:
 
 
 def named_by(histories: Iterable[RequestHistory]) -> set[int]:
-    """Return the sequence numbers of all events that the histories name."""
+    """Return the sequence numbers of all events to which the histories refer."""
     named: set[int] = set()
     for history in histories:
         named.update(history.moments)

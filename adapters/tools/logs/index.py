@@ -1,8 +1,8 @@
 """An index of one log: where each request is in the log, and what became of the request.
 
-One pass builds the index. Later passes continue it when the log has grown or its oldest segments were retired. The
-index is a file in the user's cache folder. If the file is missing or has another format, it is built again. It does not
-have requests that began before the log's first segment. This module must not judge a log.
+The log is read once to build its index. The index is continued when the log has grown or its oldest segments were
+retired. It is a file in the user's cache folder. If the file is missing or has another format, it is built again. The
+index lacks requests that began before the log's first segment. This module must not judge a log.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ INDEX_FROM_BYTES = 32 << 20
 
 @attrs.frozen
 class Span:
-    """The events of one life: they lie between these two sequence numbers, both included.
+    """The first and the last sequence number that an event of one life can have.
 
-    A life that has not ended extends to the end of the log: a step that only decodes one more token names no request.
+    A life that has not ended extends to the end of the log, because most steps do not name the requests that they run.
     """
 
     ordinal: int
@@ -53,7 +53,7 @@ class LogIndex:
 
         Raises:
             sqlite3.Error: the file is not an index.
-            Undecodable: likewise.
+            Undecodable: the contents of the index cannot be decoded.
             OSError: the file cannot be read, or is not a regular file.
         """
         os.close(open_for_reading(path))  # SQLite would follow a link and wait for a pipe
@@ -75,14 +75,14 @@ class LogIndex:
         self._connection.close()
 
     def has_ended(self, part: str) -> bool:
-        """Whether request ids contain this text, and the index has the end of all of them."""
+        """Whether there are requests whose ids contain this text, and the index has the ends of all of them."""
         ((num_lives, num_ended),) = self._rows(
             "SELECT count(*), sum(has_ended) FROM lives WHERE instr(request_id, ?)", part
         )
         return bool(num_lives) and bool(num_lives == num_ended)
 
     def lacks_beginning(self, part: str) -> bool:
-        """Whether a request whose id contains this text has events in the log, but its arrival was retired."""
+        """Whether some request whose id contains this text has events in the log, but its arrival was retired."""
         ((is_any,),) = self._rows(
             "SELECT EXISTS (SELECT 1 FROM lives WHERE instr(request_id, ?) AND first_sequence < ? AND "
             "(last_sequence >= ? OR NOT has_ended))",
@@ -103,9 +103,9 @@ class LogIndex:
         return [self._typed(request_id, str) for (request_id,) in rows]
 
     def summaries(self, since_sequence: int = 1, request_id: str | None = None) -> Iterator[RequestSummary]:
-        """Yield the lives that began in the log and had not ended before `since_sequence`, in the order of arrival.
+        """Yield summaries of the lives that began in the log and had not ended before `since_sequence`.
 
-        `request_id`: only those of this id.
+        They are in the order of arrival. `request_id`: yield only the lives of this id; None: of all ids.
         """
         rows = self._rows(
             "SELECT summary FROM lives WHERE first_sequence >= ? AND last_sequence >= ? "
@@ -123,7 +123,7 @@ class LogIndex:
             raise self._damaged(error) from error
 
     def spans(self, request_id: str) -> list[Span]:
-        """Return the lives of an id, in order."""
+        """Return the places of a request id's lives in the log, in order."""
         rows = self._rows(
             "SELECT ordinal, first_sequence, last_sequence, has_ended FROM lives WHERE request_id = ? "
             "AND first_sequence >= ? ORDER BY first_sequence",
@@ -137,12 +137,12 @@ class LogIndex:
         return spans
 
     def request_of(self, ordinal: int) -> str:
-        """Return the id of the life with this ordinal; empty if unknown."""
+        """Return the request id of the life with this ordinal; empty if unknown."""
         row = next(self._rows("SELECT request_id FROM lives WHERE ordinal = ?", ordinal), None)
         return "" if row is None else str(row[0])
 
     def histories(self, request_id: str) -> list[RequestHistory]:
-        """Return the histories of an id's lives, in the order in which they ended."""
+        """Return the histories of a request id's lives, in the order in which the lives ended."""
         rows = self._rows(
             "SELECT story FROM stories WHERE request_id = ? AND last_sequence >= ? ORDER BY rowid",
             request_id,
@@ -163,7 +163,7 @@ class LogIndex:
                     yield sequence, event
 
     def named(self, sequences: Iterable[int]) -> Iterator[tuple[int, e.Event, int]]:
-        """Yield (number, event, time) for the events with these numbers, in order. Reads few other events."""
+        """Yield (sequence number, event, time) for the events with these numbers, in order. Reads few other events."""
         wanted = sorted(sequences, reverse=True)
         while wanted:
             num_read, first = 0, wanted[-1]
@@ -180,7 +180,10 @@ class LogIndex:
                 wanted.pop()  # this event is not in the log
 
     def events_around(self, time_ns: int) -> Iterator[tuple[int, e.Event]]:
-        """Yield the events from a place that precedes all events at `time_ns` (since the log was opened) or later."""
+        """Yield the events of the log, beginning shortly before the first event at `time_ns` or later.
+
+        `time_ns` is the time since the log was opened.
+        """
         for batch in self._batches_from("time_ns", time_ns - 1):
             yield from batch.numbered()
 
@@ -219,11 +222,11 @@ class LogIndex:
 
 
 def index_for(log: StoredLog, output: Progress, request: str | None = None) -> LogIndex | None:
-    """Return the index of a log, built if necessary; None if the caller must read the log.
+    """Return the index of a log, and build it if necessary. Return None if the caller must read the log instead.
 
-    None means that the log is small or has no usable index. A log that is being written outgrows its index at once. For
-    one `request` (an id or a part of an id) an older index is therefore enough, if it has the end of every request
-    whose id contains this text.
+    None means that the log is small or has no usable index. While a log is being written, its index is always older
+    than the log. For a question about one `request` (an id or a part of an id), an older index is enough if it has the
+    end of every request whose id contains this text.
     """
     if log.is_smaller_than(INDEX_FROM_BYTES) or not log.header:
         return None
@@ -237,7 +240,7 @@ def index_for(log: StoredLog, output: Progress, request: str | None = None) -> L
 
 
 def _built(log: StoredLog, output: Progress) -> LogIndex | None:
-    """Return the index of the log as it is now; None, with a remark, if no index can be kept."""
+    """Build the index of the log as it is now. If the index cannot be written, print a remark and return None."""
     try:
         what = "bringing the index up to date" if earlier_contents(log) is not None else "building an index, once"
         with output.progress(log, what):
@@ -248,7 +251,7 @@ def _built(log: StoredLog, output: Progress) -> LogIndex | None:
 
 
 def open_index(log: StoredLog, request: str | None = None) -> LogIndex | None:
-    """Return an existing index of the log as it is now, or an older one sufficient for `request`; see `index_for`."""
+    """Return the existing index if it is up to date, or sufficient for `request` (see `index_for`); else None."""
     try:
         index = LogIndex(index_path(log), log)
     except (sqlite3.Error, ValueError, OSError):

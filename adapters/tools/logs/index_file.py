@@ -1,6 +1,6 @@
-"""Where the index of a log is kept, and what it contains about the whole log.
+"""The file of a log's index: where it is kept, and what it contains about the whole log.
 
-This module must not know requests or events.
+This module must not depend on requests or events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvledger.storage.events.retirements import read_retirements, retired_betwee
 from kvledger.storage.events.segment_bytes import num_written_bytes
 
 INDEX_FORMAT = 21
-"""Version of the format. Increase it with every change of an index's contents: other versions are built again."""
+"""Version of the format. Increase it with every change of an index's contents. Other versions are not used."""
 
 SCHEMA = """
 CREATE TABLE log (contents BLOB NOT NULL);
@@ -54,15 +54,15 @@ def unpacked(stored: bytes, value_type: type[_Value]) -> _Value:
     """Decode a value that `packed` returned.
 
     Raises:
-        zlib.error: the stored bytes are something else.
-        Undecodable: likewise.
+        zlib.error: the stored bytes are not compressed data.
+        Undecodable: the data is not a value of this type.
     """
     return from_msgpack(zlib.decompress(stored), value_type, as_counter)
 
 
 @attrs.frozen
 class SegmentStart:
-    """A segment that was read, its first event, and the counts before it."""
+    """A segment that was read, its first event, and how much the index had read before this segment."""
 
     name: str
     first_sequence: int
@@ -73,16 +73,16 @@ class SegmentStart:
 
 @attrs.frozen
 class Contents:
-    """What an index contains about the whole log, as it was when the index was built."""
+    """What an index contains about the whole log, as the log was when the index was built."""
 
     index_format: int
     folded_by: str
-    """The code that made the index, see the function `folded_by`."""
+    """Hashes of the code that made the index; see the function `folded_by`."""
     log_id: str
     extent: tuple[str, int]
-    """The last segment, and its size in bytes as written."""
+    """Name of the last segment, and the segment's size in bytes before compression."""
     segments: tuple[SegmentStart, ...]
-    """Segments that were read. Some that were retired since may be left out."""
+    """Segments that were read. Segments that were retired later may be left out."""
     head_hash: str
     num_bytes: int
     num_frames: int
@@ -92,19 +92,19 @@ class Contents:
     trusted_sequence: int
     last_time_ns: int
     figures: Figures | None
-    """None: the snapshot from which folding begins has no totals."""
+    """Totals of the log; None: unknown, because folding begins at a snapshot without totals."""
     damage: tuple[Damage, ...]
 
     def is_of(self, log: StoredLog) -> bool:
-        """Whether the index is of this log and was made by this code."""
+        """Whether the index belongs to this log and was made by this code."""
         return (self.index_format, self.folded_by, self.log_id) == (INDEX_FORMAT, folded_by(log), log_id_of(log))
 
     def describes(self, log: StoredLog) -> bool:
-        """Whether the index is of this log as the log is now."""
+        """Whether the index belongs to this log and is up to date."""
         return self.is_of(log) and self.extent == extent_of(log) and self._has_segments_of(log)
 
     def describes_beginning(self, log: StoredLog) -> bool:
-        """Whether the index is of an earlier state of this log: events were appended since, or old segments retired."""
+        """Whether the index describes this log, perhaps before events were appended or old segments were retired."""
         last, num_bytes = self.extent
         files = {file.name: file for file in log.files()}
         if not self.is_of(log) or last not in files or not self._has_segments_of(log):
@@ -112,7 +112,7 @@ class Contents:
         return num_written_bytes(files[last]) >= num_bytes
 
     def _has_segments_of(self, log: StoredLog) -> bool:
-        """Whether the segments that were read still exist, or are recorded as retired."""
+        """Whether each segment that was read exists in the log or is recorded as retired."""
         names = [file.name for file in log.files()]
         left = self.segments_left(log)
         if not left:
@@ -131,7 +131,7 @@ class Contents:
         return tuple(itertools.dropwhile(lambda segment: segment.name != first, self.segments))
 
     def copy_counts(self, log: StoredLog) -> None:
-        """Set the counts and the damage of the opened log as reading it would."""
+        """Set the counters and the damage of an opened log to the values that reading the log would give."""
         left = self.segments_left(log)
         first = left[0] if left else SegmentStart("", self.first_sequence, 0, 0, 0)
         log.num_events = self.num_events - first.num_events
@@ -143,31 +143,32 @@ class Contents:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no event is missing between the first and the last."""
+        """Whether no event is missing between the first and the last event of the index."""
         return all(damage.kind == "torn_tail" for damage in self.damage)
 
 
 class IndexMemory(msgspec.Struct, forbid_unknown_fields=True):
     """State from which an index is continued when the log has grown.
 
-    All values are plain data. Only their types are checked: a forged index can make answers wrong, nothing else.
+    All values are plain data, and kvledger checks only their types. A forged index can cause wrong results, but no
+    other harm.
     """
 
     reader: bytes = b""
     """State of the reader, with its open requests, totals and reasons; see `Reader.capture`."""
     num_batches: int = 0
     time_ns: int = 0
-    """The latest time before the last place at which reading can begin."""
+    """Latest time of an event before the last place at which reading can begin."""
 
 
 def folded_by(log: StoredLog) -> str:
-    """Return hashes of the code that reads the log and indexes it, and whether snapshots of other code are trusted."""
+    """Return hashes of the code that reads and indexes the log, and whether it trusts snapshots of other code."""
     code = [hash_of_reader(), *map(hash_of_package, (__name__, reasons.__name__)), hash_of_module(figures.__name__)]
     return f"{dict(log.core.code)} {' '.join(code)}{' and others' * log.trusts_snapshots}"
 
 
 def index_path(log: StoredLog) -> Path:
-    """Return where the log's index is kept: below `XDG_CACHE_HOME`, or ~/.cache."""
+    """Return the path of the log's index, below `$XDG_CACHE_HOME` or ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     # Two copies of a log have the same id, and may end at different places.
     place = hashlib.blake2b(os.fsencode(log.path.absolute()), digest_size=4).hexdigest()
@@ -175,12 +176,12 @@ def index_path(log: StoredLog) -> Path:
 
 
 def extent_of(log: StoredLog) -> tuple[str, int]:
-    """Return the last segment and its size, which change when a log is appended to."""
+    """Return the name and the size of the log's last segment. They change when events are appended."""
     last = log.files()[-1]
     return last.name, num_written_bytes(last)
 
 
 def log_id_of(log: StoredLog) -> str:
-    """Return the log's id, or "unknown" if it is not fit for a file name."""
+    """Return the log's id, or "unknown" if the id cannot be part of a file name."""
     log_id = log.header.get("log_id")
     return log_id if isinstance(log_id, str) and log_id.isalnum() else "unknown"

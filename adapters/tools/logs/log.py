@@ -1,7 +1,4 @@
-"""From a path to events: opens the log, decodes its frames, and records all damage and loss.
-
-The only module above the event store that knows frames and segments.
-"""
+"""Opens a log, decodes its frames into events, and records damage and missing events."""
 
 from __future__ import annotations
 
@@ -56,11 +53,11 @@ class Gap:
     first_sequence: int
     last_sequence: int
     is_in_snapshot: bool = False
-    """Whether the state from which folding begins contains the missing events."""
+    """Whether the state from which folding begins contains the effects of the missing events."""
 
     @property
     def is_beginning(self) -> bool:
-        """Whether the log's oldest events are missing, mostly because they were retired or are in another segment."""
+        """Whether the log's oldest events are missing, for example because they were retired."""
         return self.first_sequence == 1
 
     def __str__(self) -> str:
@@ -79,7 +76,7 @@ class Batch:
     chain_hash: bytes
     """Chain hash of the frame."""
     gap: Gap | None = None
-    """Missing events before the batch; None also if reading began in the middle of the log."""
+    """Missing events before the batch; None: no event is missing, or reading began in the middle of the log."""
 
     @property
     def events(self) -> Sequence[Event]:
@@ -104,7 +101,7 @@ class Batch:
     def timed(self) -> Iterator[tuple[int, Event, int]]:
         """Yield the events with their numbers, and times in nanoseconds since the log was opened.
 
-        A decision has the time of the observation on which it was made, which precedes it in the frame.
+        A decision gets the time of its observation, which is before the decision in the frame.
         """
         times = (getattr(event, "time_ns", None) for event in self.events)
         time_ns: int = next((time for time in times if time is not None), 0)
@@ -115,52 +112,52 @@ class Batch:
 
 @attrs.define
 class StoredLog:
-    """An opened log. Reading events fills `damage` and the counters; each reading resets them."""
+    """An opened log. Each reading of its events first resets `damage` and the counters, and then fills them."""
 
     path: Path
     core: Core
     header: Mapping[str, object]
-    """Key → value; empty if no copy of the header is intact. Events are then decoded as this version writes them."""
+    """Key → value; empty if no copy of the header is intact. Without a header, the present format is assumed."""
     _configuration: LedgerConfiguration | None
     trusts_snapshots: bool = attrs.field(default=False, kw_only=True)
     """Whether to use a snapshot that other code computed."""
     damage: list[Damage] = attrs.field(factory=list, init=False)
-    """Damage that the event store reports, and of these kinds: `lost_events` (events that the writer could not write,
-    as the log records), `undecodable` (an intact frame that does not match the header, or a payload that its extension
-    cannot decode), `miscounted` (a frame with another number of events than it states)."""
+    """Damage that the event store reports, and damage of three more kinds: `lost_events` (the log records that the
+    writer could not write events), `undecodable` (an intact frame that does not match the header, or a payload that its
+    extension cannot decode), `miscounted` (the number of events in a frame differs from the number that it states)."""
     num_bytes: int = attrs.field(default=0, init=False)
     num_frames: int = attrs.field(default=0, init=False)
     num_events: int = attrs.field(default=0, init=False)
     first_sequence: int = attrs.field(default=0, init=False)
     last_sequence: int = attrs.field(default=0, init=False)
     trusted_sequence: int = attrs.field(default=0, init=False)
-    """The event up to which none is missing, from event 1 on or, if folding begins later, after `start_sequence`."""
+    """Sequence number of the last event before the first gap. Gaps up to `start_sequence` do not count."""
     start_sequence: int = attrs.field(default=0, init=False)
-    """The event after which the log can be folded, see `start`; 0: from its first event."""
+    """Sequence number after which folding begins, see `start`; 0: folding begins at the log's first event."""
     start_remarks: list[str] = attrs.field(factory=list, init=False)
     """Why snapshots were not used."""
     start_totals: bytes = attrs.field(default=b"", init=False)
-    """Totals in the snapshot from which reading begins."""
+    """Encoded totals of the snapshot from which folding begins; empty: none."""
     ending: LogEnding = attrs.field(default=_NOT_READ, init=False)
-    """How the log ended. Known after a reading to the end."""
+    """How the log ended. Known after the log was read to its end."""
     last_events: Sequence[SequencedEvent] = attrs.field(default=(), init=False)
-    """Events of the last frame of a reading."""
+    """Events of the last frame that was read."""
     on_bytes: BytesRead | None = attrs.field(default=None, init=False)
     """Called with the number of bytes of each frame, to show progress."""
     _decoder: EventDecoder = attrs.field(alias="decoder")
     _reader: LogReader = attrs.field(alias="reader")
     _was_open: bool = attrs.field(init=False)
-    """Whether the log was being written when reading began. Events appended since may not have been read."""
+    """Whether the log was being written when reading began. Events that were appended later may not have been read."""
 
     def start(self, *, newest: bool = False) -> Start | None:
-        """Return the state from which to fold the log; None: fold from its beginning.
+        """Return the state from which to fold the log; None: fold the log from its first event.
 
-        If the oldest segments were retired, the state is that of the earliest snapshot that fits the log and the format
-        of the state. This code must have made the snapshot, unless snapshots are trusted. After this call `is_trusted`
-        is about events after `start_sequence`.
+        If the oldest segments were retired, the state comes from the earliest usable snapshot. A usable snapshot
+        belongs to this log and has the present format of the state. If snapshots are not trusted, this code must also
+        have made it. After this call, `is_trusted` tells whether events after `start_sequence` can be folded.
 
         Args:
-            newest: take the newest such snapshot, even if the log has its beginning.
+            newest: use the newest usable snapshot, even if the log has its beginning.
         """
         self.start_sequence, self.start_remarks, self.start_totals = 0, [], b""
         has_beginning = self._reader.first_sequence in {None, 1}
@@ -169,7 +166,7 @@ class StoredLog:
         other_code = self.core.other_code(self.header)
         if other_code and not self.trusts_snapshots:
             self.start_remarks.append(
-                f"its snapshots were made by other code than this ({other_code}); "
+                f"the log's snapshots were made by other code than this ({other_code}); "
                 "give --trust-snapshots to begin at one anyway"
             )
             return None
@@ -188,7 +185,7 @@ class StoredLog:
         return start
 
     def totals(self, projections: Projections) -> Totals:
-        """Return totals that count what `projections` fold from now on. Call it after `start`, before the first fold.
+        """Return totals of the events that `projections` will fold. Call this after `start`, before the first fold.
 
         The totals are incomplete if folding begins at a snapshot without totals.
         """
@@ -224,7 +221,7 @@ class StoredLog:
 
     @property
     def written_by(self) -> str:
-        """The versions that wrote the log, and the worker or the recorded connector if there is one."""
+        """The versions of kvledger and vLLM that wrote the log. Names the recorded connector and the worker, if any."""
         header, rank = self.header, self.worker_rank
         text = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
         recorded = f", recording {header['connector']}" if header.get("connector") else ""
@@ -237,28 +234,28 @@ class StoredLog:
 
     @property
     def other_code_remarks(self) -> list[str]:
-        """A remark if the decisions are made again by other code than the log's; else empty."""
+        """A remark if other code than this wrote the log, so that repeated decisions may differ; else empty."""
         other = self.core.other_code(self.header) if self.header else ""
         return [f"decisions were repeated by other code ({other}), which can cause divergences"] if other else []
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Event id → number of skipped events that this version does not know; only with `lenient`."""
+        """Event id → number of events that were skipped because this version does not know them; see `open_log`."""
         return self._decoder.num_skipped
 
     @property
     def begins_late(self) -> bool:
-        """Whether the first event is not in the log: a later segment alone, or the oldest segments were retired."""
+        """Whether event 1 was not read, for example because the oldest segments were retired."""
         return self.first_sequence > 1
 
     @property
     def retired(self) -> Sequence[Retirement]:
-        """Segments that are recorded as retired. They are not damage. Known after reading."""
+        """Segments that the log records as retired. They do not count as damage. Known after the log was read."""
         return self._reader.retired
 
     @property
     def head_hash(self) -> str:
-        """Chain hash (hex) of the last frame read. Keep it elsewhere to detect a rewritten log."""
+        """Chain hash (hex) of the last frame that was read. A copy of the hash shows later if the log was rewritten."""
         return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
 
     @_was_open.default
@@ -266,7 +263,10 @@ class StoredLog:
         return is_being_written(self.path)
 
     def judge_ending(self, last_sequence: int, head_hash: str) -> LogEnding:
-        """Judge how the log ended, from the last event and chain hash (hex; empty: unknown) of an earlier reading."""
+        """Judge how the log ended, from the last event that was read and the chain hash of its frame.
+
+        `head_hash` is in hexadecimal; empty: unknown.
+        """
         if not self.path.is_dir():
             self.ending = _NOT_ALL
         else:
@@ -275,7 +275,7 @@ class StoredLog:
         return self.ending
 
     def has_ended(self) -> bool:
-        """Whether no process writes the log any more, by its end record. False for a copy or mirror, which may grow."""
+        """Whether the log's end record shows that the log will not grow. False for a copy or mirror, which may grow."""
         if is_being_written(self.path):
             return False
         ending = judge_ending(self.path, self.header.get("log_id"), 0, None, was_open=False)
@@ -291,12 +291,12 @@ class StoredLog:
         return segment_paths(self.path) if self.path.is_dir() else [self.path]
 
     def has_more_than(self, segment: str, offset: int) -> bool:
-        """Whether the log has bytes after this place."""
+        """Whether the log has bytes after this offset of this segment."""
         last = self.files()[-1]
         return last.name > segment or num_written_bytes(last) > offset
 
     def total_bytes(self) -> int:
-        """Return the number of bytes in the log's present segments, as written: what a whole reading reads."""
+        """Return the bytes of the log's present segments before compression, which a complete reading reads."""
         return sum(map(num_written_bytes, self.files()))
 
     def is_smaller_than(self, num_bytes: int) -> bool:
@@ -309,11 +309,11 @@ class StoredLog:
             yield from batch.numbered()
 
     def batches(self, until: int | None = None) -> Iterator[Batch]:
-        """Yield the same events as batches, with the place of each frame and the gap before it."""
+        """Yield the same events as `events`, one batch per frame, with the frame's place and the gap before it."""
         return _up_to(until, self._intact())
 
     def batches_so_far(self, until: int | None = None) -> Iterator[Batch]:
-        """Yield the batches up to the log's present end, so that reading ends although the log is being written."""
+        """Yield the batches up to the end that the log has now. Reading ends there even if the log grows meanwhile."""
         newest = self.files()[-1]
         end = newest.name, num_written_bytes(newest)
         last: Batch | None = None
@@ -328,12 +328,12 @@ class StoredLog:
                 return
 
     def batches_behind(self, sequence: int, head_hash: str = "") -> Iterator[Batch]:
-        """Yield the batches after an event up to which an earlier reading missed nothing, and count only these.
+        """Yield the batches after the last event of an earlier reading that missed no event. Count only these batches.
 
         Args:
-            sequence: the number of that event, the last of its frame.
-            head_hash: chain hash (hex) of that frame, from which the next frame must follow; empty: the next frame
-                begins a segment, whose header was compared.
+            sequence: the number of that event. It must be the last event of its frame.
+            head_hash: chain hash (hex) of that frame, from which the next frame must follow. Empty: not checked. Leave
+                it empty if the next frame begins a segment whose header was compared before.
 
         Raises:
             LogError: the next frame does not follow from `head_hash`.
@@ -341,7 +341,7 @@ class StoredLog:
         return self._intact(after=sequence, head_hash=head_hash)
 
     def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
-        """Yield the readable batches from a place that an earlier reading gave. Reports no damage."""
+        """Yield the batches from a place that an earlier reading returned. Skip unreadable frames without a report."""
         for frame, name, at in frames_from(self.path, segment, offset):
             if frame.kind is FrameKind.EVENTS:
                 try:
@@ -353,7 +353,7 @@ class StoredLog:
                 yield Batch(frame.first_sequence, decoded, name, at, at + frame_bytes(frame), frame.chain_hash)
 
     def trusted_events(self) -> Iterator[SequencedEvent]:
-        """Yield the events up to the first missing one; reads (and checks) the rest, too.
+        """Yield the events before the first missing event. Read the later events, too, but only to find damage.
 
         Events after a gap cannot be folded, because the state before them is unknown.
         """
@@ -368,7 +368,10 @@ class StoredLog:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the last batch can be folded: no event before it is missing, back to event 1 or the snapshot."""
+        """Whether the last batch that was read can be folded, because no event before it is missing.
+
+        If folding begins at a snapshot, events that the snapshot contains may be missing.
+        """
         return self.start_sequence < self.last_sequence <= self.trusted_sequence
 
     def _intact(self, *, after: int = 0, head_hash: str = "") -> Iterator[Batch]:
@@ -423,7 +426,7 @@ class StoredLog:
             self.damage.append(Damage("chain_broken", place.name, offset, sequence, detail, 0))
 
     def _check_payloads(self, frame: Frame, decoded: DecodedFrame) -> None:
-        """Report extension events that an installed extension cannot decode. The rest of the frame is sound."""
+        """Report events that their installed extension cannot decode. The other events of the frame stay usable."""
         if not self.core.extensions:
             return
         for sequence, event in decoded.numbered(frame.first_sequence):
@@ -519,7 +522,7 @@ def _without_header(path: Path, core: Core, reader: LogReader, *, lenient: bool)
     found = "; ".join(damage.detail for damage in reader.damage) or "it is empty"
     message = (
         f"{path}: no segment has a readable header, so its events cannot be decoded: {found}; {why}. Give a log, or a "
-        "copy of this one from before the damage"
+        "copy of this log from before the damage"
     )
     raise CommandFailed(message, ExitCode.DAMAGED)
 

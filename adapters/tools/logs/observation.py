@@ -1,4 +1,4 @@
-"""An observation with all decisions on it, the unit that logs consist of and that tools show."""
+"""An observation with all decisions that it caused. Commands show a log in these units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvledger.lifecycle.reader import Life, Model, Visitor, Visits
 
 @attrs.frozen
 class Observation:
-    """An observed event, and the decisions on it."""
+    """An observation, and the decisions that it caused."""
 
     sequence: int
     event: e.Event
@@ -21,12 +21,12 @@ class Observation:
 
     @property
     def last_sequence(self) -> int:
-        """Sequence number of the last decision; of the observation if there is none."""
+        """Sequence number of the last decision, or of the observation if it caused no decision."""
         return self.decisions[-1][0] if self.decisions else self.sequence
 
 
 class ObservationVisitor(Visitor[Model]):
-    """A visitor that is called with each observation once the observation's decisions are complete.
+    """A visitor whose method `observed` gets each observation together with all of its decisions.
 
     Decisions without an observation are skipped.
     """
@@ -39,7 +39,7 @@ class ObservationVisitor(Visitor[Model]):
 
     @abstractmethod
     def observed(self, observation: Observation) -> None:
-        """Handle an observation. The model contains it and its decisions."""
+        """Handle an observation. The model has already folded the observation and its decisions."""
 
     def visits(self) -> Visits:
         """Return a visit for every event."""
@@ -57,11 +57,11 @@ class ObservationVisitor(Visitor[Model]):
         self._over.clear()
 
     def life_of(self, request_id: str) -> Life | None:
-        """Return the id's present life, or the one that ended at this observation."""
+        """Return the present life of a request id, or the life that ended at this observation."""
         return self.model.lives.get(request_id) or self._over.get(request_id)
 
     def paths(self, request_id: str) -> tuple[str | None, str | None]:
-        """Return a request's state and sub-state before and after the observation; None where it has no life."""
+        """Return a request's state with sub-state before and after the observation; None where the id has no life."""
         life, lives = self.life_of(request_id), self.model.lives
         if life is None:
             return None, None

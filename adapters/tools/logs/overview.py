@@ -1,4 +1,4 @@
-"""The engine at one moment of its log: requests by state, blocks, copies, hit rate, the worst requests."""
+"""The engine at one moment of its log: requests by state, blocks, copies, hit rate, longest waiting requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECENT_S = 60
 
 @attrs.frozen
 class BadRequest:
-    """A request that has waited: in the queue, or without its blocks."""
+    """A request that has waited in the queue or after a preemption."""
 
     request_id: str
     state: str
@@ -39,22 +39,22 @@ class Overview:
     num_preempted: int
     """Preempted requests that are not running again yet."""
     num_finished: int
-    """Requests that have finished. If reading began at a snapshot, earlier ones are not counted."""
+    """Requests that have finished. If reading began at a snapshot, requests that finished earlier are not counted."""
     num_blocks_held: int | None
     """Distinct blocks of vLLM's KV cache that requests hold; None if a group of layers has a window."""
     num_loads: int
     """Loads in flight."""
     num_saves: int
     oldest_copy_ns: int | None
-    """When the oldest copy in flight was issued; None: there is none."""
+    """When the oldest copy in flight was issued; None: no copy is in flight."""
     num_tokens_queried: int
-    """Tokens of admissions beyond vLLM's own prefix hit, since the log was opened."""
+    """Tokens that admitted requests needed beyond the hit in vLLM's own prefix cache, since the log was opened."""
     num_tokens_hit: int
     num_recently_queried: int
-    """Queried tokens of the last `recent_ns`."""
+    """Queried tokens of admissions in the last `recent_ns`."""
     num_recently_hit: int
     recent_ns: int
-    """`RECENT_S`, or less if the log, or its part after the snapshot, is shorter."""
+    """Nanoseconds that the recent figures cover: `RECENT_S`, or less if the part that was read is shorter."""
     num_violations: int
     num_hook_failures: int
     last_fault: str
@@ -68,7 +68,7 @@ class Overviews(Visitor[Model]):
 
     Args:
         model: the reader's model.
-        totals: totals of the same reader, which calls them before this visitor.
+        totals: totals of the same reader. The reader must call the totals before this visitor.
     """
 
     needs = ("lives", "tables", "copies")

@@ -1,4 +1,7 @@
-"""Processes for work on several cores. They end with the process that started them. This module must not know logs."""
+"""Processes for work on several cores. They end with the process that started them.
+
+This module must not depend on logs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def num_cores() -> int:
 
 
 class Processes:
-    """Up to `number` processes, started when needed. Arguments and results must be plain data."""
+    """Up to `number` processes, started when needed. Arguments and results of calls must be plain data."""
 
     def __init__(self, number: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -60,9 +63,10 @@ class ProcessLost(Exception):
 
 
 class SeparateProcesses:
-    """Makes up to `number` calls at a time, each in a process that makes no other call meanwhile.
+    """Makes up to `number` calls at the same time. Each process makes one call at a time.
 
-    If the process of a call is killed, this call is made once more in a new process. The other calls continue.
+    If the process of a call is killed, the call is made again in a new process, up to `num_tries` times in all. The
+    other calls continue.
     """
 
     def __init__(self, number: int, *, num_tries: int = 2) -> None:
@@ -78,7 +82,8 @@ class SeparateProcesses:
     ) -> Future[_Result]:
         """Call the function, in the order of submission.
 
-        The future raises `ProcessLost` if every try failed, and otherwise the exception of the call, if any.
+        The future raises `ProcessLost` if no try found a process that lived to the end of the call. If the function
+        raises, the future raises the same exception.
         """
         return self._threads.submit(self._tried, partial(function, *args, **kwargs))
 
@@ -125,7 +130,7 @@ class SeparateProcesses:
 
 @contextmanager
 def separate_processes(number: int) -> Iterator[SeparateProcesses]:
-    """Provide this many processes until the context ends."""
+    """Provide up to `number` processes until the context ends."""
     started = SeparateProcesses(number)
     try:
         yield started
@@ -134,7 +139,7 @@ def separate_processes(number: int) -> Iterator[SeparateProcesses]:
 
 
 def _end_with(reader: Connection) -> None:
-    """End this process when the other end of the pipe is closed, also because the process that owns it has died."""
+    """End this process when the other end of the pipe is closed. That end also closes when its process dies."""
 
     def wait() -> None:
         reader.poll(None)

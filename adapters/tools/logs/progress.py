@@ -1,4 +1,4 @@
-"""Progress callbacks of long readings, for a terminal, a page, or no output."""
+"""Callbacks that report the progress of a long reading, on a terminal, on a page or not at all."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvledger.adapters.tools.logs.log import StoredLog
 
 
 class Progress(Protocol):
-    """What a reader of logs reports besides its results."""
+    """Receives the progress and the remarks of code that reads a log."""
 
     def progress(self, log: StoredLog, what: str, /) -> AbstractContextManager[None]:
-        """Show how much of the log is read while the context lasts. `what` describes the work."""
+        """Show, until the context ends, how much of the log has been read. `what` describes the work."""
 
     def remark(self, text: str, /) -> None:
-        """Report something that is not a result."""
+        """Report a text that is not part of the results."""

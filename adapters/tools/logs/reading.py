@@ -1,4 +1,4 @@
-"""Where a reader begins in a stored log, and which events it gets: the same for all tools."""
+"""Where a reader begins in a stored log, and which events the reader gets. All tools use this code."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ HEADER_LOST = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
 def begin_model(
     log: StoredLog, configuration: LedgerConfiguration | None = None, *, at_newest_snapshot: bool = False
 ) -> Model:
-    """Return the model as it is before the first event that `take_batch` passes to a reader.
+    """Return the model with the state before the first event that `take_batch` will pass to a reader.
 
     If the oldest segments of the log were retired, the model has the state of the first usable snapshot. Without a
-    usable snapshot, reading begins as after a gap. Call this function before the batches are read, because it sets
+    usable snapshot, reading begins as after a gap. Call this function before you read batches: it sets
     `log.start_sequence`.
 
     Args:
         log: the opened log.
-        configuration: default: that of the log.
+        configuration: configuration of the model; default: the log's configuration.
         at_newest_snapshot: begin at the newest usable snapshot, if there is one. The caller then reads only the batches
             after `log.start_sequence`.
 
@@ -68,7 +68,7 @@ def begin_accounts(
 
 
 def take_batch(reader: Reader, log: StoredLog, batch: Batch) -> None:
-    """Pass the batch that was just read, and the gap before it, to a reader, unless the snapshot contains them."""
+    """Pass the batch that was just read, and the gap before it, to a reader. Leave out what the snapshot contains."""
     gap = batch.gap
     if gap is not None and not gap.is_in_snapshot:
         reader.lost(gap.first_sequence, gap.last_sequence)

@@ -17,12 +17,12 @@ class RequestSummary(msgspec.Struct, forbid_unknown_fields=True):
     ordinal: int
     first_sequence: int
     last_sequence: int
-    """The life's events are between `first_sequence` and this one, both included."""
+    """The life's events are between `first_sequence` and `last_sequence`, both included."""
     arrived_ns: int
     num_prompt_tokens: int
     num_tokens: int
     outcome: str = ""
-    """vLLM's status when the request finished; else its last state in the log."""
+    """vLLM's status of the request when it finished; before that, the request's last state in the log."""
     finished_ns: int | None = None
     num_preemptions: int = 0
     num_lookups: int = 0
@@ -43,7 +43,7 @@ class RequestSummary(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the request, or something for the request, failed. An abort is not a failure: the client chose it."""
+        """Whether the request ended with an error, is quarantined, or has failures. A client's abort is no failure."""
         return self.num_failures > 0 or self.is_quarantined or self.outcome == "FINISHED_ERROR"
 
 
@@ -57,7 +57,7 @@ _COUNTED = frozenset(
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """The requests that have not ended."""
+    """Summaries of the requests that have not ended."""
 
     summaries: dict[int, RequestSummary] = {}
     """Ordinal → summary, in the order of arrival."""
@@ -87,11 +87,11 @@ class Requests(Visitor[Model]):
         ]
 
     def ended(self, life: Life) -> None:
-        """Pass on the summary of this life."""
+        """Pass the summary of this life to `on_end`."""
         self._hand_out(life)
 
     def finish(self) -> None:
-        """Pass on the summaries of requests that have not ended."""
+        """Pass the summaries of requests that have not ended to `on_end`."""
         for life in self.model.lives:
             self._hand_out(life)
 

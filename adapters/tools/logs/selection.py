@@ -1,6 +1,6 @@
 """The selected part of a log.
 
-A selection limits what is shown. The state at an event still follows from all events before it.
+A selection limits which events are shown. The state at a selected event still depends on all events before it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Selection:
         return self.first_sequence <= sequence and not self.is_over(sequence)
 
     def is_over(self, sequence: int) -> bool:
-        """Whether the event with this number is after the selected range, so that no more need be read."""
+        """Whether the event with this number is after the selected range, so that reading can stop."""
         return self.last_sequence is not None and sequence > self.last_sequence
 
     def holds_request(self, request_id: str) -> bool:
-        """Whether a finding about `request_id` is selected; a finding about no request (empty) always is."""
+        """Whether a finding about this request id is selected. A finding about no request (empty) always is."""
         return self.request_id is None or not request_id or request_id == self.request_id
 
     def concerns(self, sequence: int, request_id: str) -> bool:

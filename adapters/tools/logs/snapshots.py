@@ -1,7 +1,7 @@
 """Makes the snapshots of a log: the state before each segment, folded from the log itself.
 
 A log's writer runs this code in another process. `kvledger retire` runs it for a log that lacks snapshots. This module
-must not know an engine.
+must not depend on an engine.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvledger.storage.events.segment_file import first_sequence_of, read_header
 def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
     """Write a snapshot next to each segment that lacks one, and return how many were written.
 
-    With `first_sequence`, only next to the segment that begins with that event.
+    With `first_sequence`, write only the snapshot of the segment that begins with that event.
 
-    Reads from the last snapshot before the first of these segments, or from the log's beginning. The log may be in use
-    by its writer. Existing snapshots are not changed.
+    Reading begins at the last snapshot before the first of these segments, or else at the log's beginning. The log's
+    writer may append events meanwhile. Existing snapshots are not changed.
 
     Raises:
-        CommandFailed: the state before a segment is unknown. Snapshots of earlier segments are written.
+        CommandFailed: the state before a segment is unknown. The snapshots of earlier segments have been written.
         OSError: a snapshot cannot be written.
     """
     begins = ((first_sequence_of(segment) or 1, segment) for segment in segments_without_snapshot(log.path))
@@ -89,7 +89,11 @@ def _fold(folds: StartFolds, log: StoredLog, batch: Batch) -> None:
 
 
 def _hash_before(segment: Path) -> bytes:
-    """Return the chain hash (16 bytes) that a segment follows. Raises `CommandFailed`."""
+    """Return the chain hash (16 bytes) of the frame before a segment, from the segment's header.
+
+    Raises:
+        CommandFailed: no copy of the header is readable.
+    """
     try:
         return read_header(segment, any_copy=True).previous_head_hash
     except LogError as error:

@@ -1,4 +1,4 @@
-"""From the LOG argument to the logs it means: one log, one segment of a log, all logs of a directory or of a stream.
+"""Finds the logs that a LOG argument means: one log, one segment of a log, or all logs of a directory or stream.
 
 Every engine start writes a log directory below `log_dir`. This module decides for all commands which logs belong to the
 same start, and which start is the newest.
@@ -30,7 +30,7 @@ _DATA_PARALLEL = re.compile(r"_dp\d+$")
 
 @attrs.frozen
 class EngineStart:
-    """The logs of one engine start: the scheduler's, and those of its workers.
+    """The logs of one engine start: the scheduler's log and the logs of its workers.
 
     Only the recorder's workers write logs. A start that failed before the scheduler opened its log has only workers'
     logs.
@@ -38,29 +38,28 @@ class EngineStart:
 
     scheduler: Path | None
     workers: tuple[Path, ...]
-    """In the order in which they were opened."""
+    """The workers' logs, in the order in which they were opened."""
     opened_at: int
-    """When the scheduler's log, or else the first worker's, was opened, in nanoseconds since 1970."""
+    """When the scheduler's log was opened, in nanoseconds since 1970. If there is none, when a worker's log was."""
     engine_id: str = ""
-    """vLLM's engine id, with `_dpN` at its end for one of several engines with data parallelism; empty: not in the
-    log."""
+    """vLLM's engine id; empty: not in the log. With data parallelism, the ids of the engines end with `_dpN`."""
     connector: str = ""
     """The recorded connector; empty: kvledger's own."""
 
     @property
     def logs(self) -> list[Path]:
-        """All logs, the scheduler's last."""
+        """All logs of the start, the scheduler's log last."""
         return [*self.workers, *([] if self.scheduler is None else [self.scheduler])]
 
     @property
     def main(self) -> Path:
-        """The scheduler's log; without one, the last of the workers' logs."""
+        """The scheduler's log, or the last of the workers' logs if there is no scheduler's log."""
         return self.logs[-1]
 
 
 @attrs.frozen
 class _Log:
-    """A log, with what its header says about the start to which it belongs."""
+    """A log, with the parts of its header that show to which engine start the log belongs."""
 
     path: Path
     opened_at: int
@@ -84,11 +83,11 @@ def find_logs(
     newest: bool = False,
     on_remark: Callable[[str], None] = remark,
 ) -> list[Path]:
-    """Return the logs that `path` means: itself, or the logs in it by start, each start's scheduler log last.
+    """Return the logs that `path` means: the log at this path, or all logs in this directory or stream.
 
-    The logs of a stream are first mirrored into the directory `mirror`. Mirroring takes time; with `newest`, only logs
-    of the newest start are mirrored. If `path` is a link, the returned paths are below its target. `on_remark` gets
-    remarks for the user; default: stderr.
+    Logs of the same engine start are next to each other, the scheduler's log last. The logs of a stream are first
+    mirrored into the directory `mirror`. This takes time. With `newest`, only logs of the newest start are mirrored. If
+    `path` is a link, the returned paths are below its target. `on_remark` gets remarks for the user; default: stderr.
 
     Raises:
         CommandFailed: there is no log.
@@ -118,7 +117,7 @@ def find_logs(
 
 
 def _has_traces(directory: Path, on_remark: Callable[[str], None]) -> bool:
-    """Whether the directory was a log whose segments are gone. Reports a record of this that is not a regular file."""
+    """Whether the directory was a log whose segments are gone. A remark reports traces that are not regular files."""
     try:
         return bool(traces_of_log(directory))
     except RefusedFile as error:
@@ -127,7 +126,7 @@ def _has_traces(directory: Path, on_remark: Callable[[str], None]) -> bool:
 
 
 def _without_link(path: Path) -> Path:
-    """Resolve a path that a user gave, which may be a link. Links found in a directory are refused.
+    """Return the path that a user gave, or its target if the path is a link. Links in a directory are refused.
 
     Raises:
         CommandFailed: the path leads to something without a name, such as the pipe of a shell's `<(…)`.
@@ -168,7 +167,7 @@ def engine_starts(logs: Iterable[Path]) -> list[EngineStart]:
 
 
 def start_of(log: Path) -> EngineStart:
-    """Return the engine start that wrote this log, with its logs in the same directory."""
+    """Return the engine start that wrote this log, with all logs of this start in the same directory."""
     siblings = [path for path in directories_in(log.parent) if path != log]
     return next(start for start in engine_starts([log, *siblings]) if log in start.logs)
 
@@ -181,10 +180,11 @@ def workers_of(scheduler: Path) -> dict[int, Path]:
 
 
 def started_with(start: EngineStart, starts: Sequence[EngineStart]) -> list[EngineStart]:
-    """Return the other engine starts of the same server start: engines of data parallelism, children of a connector.
+    """Return the other engine starts that belong to the same start of the server.
 
-    These starts have the same vLLM engine id except for `_dpN`, which distinguishes engines of data parallelism
-    (vLLM 0.32: `vllm/v1/engine/core.py`).
+    A server has several engine starts if it uses data parallelism, or a connector with several children. All of them
+    have the same vLLM engine id, except for the end `_dpN`, which distinguishes engines with data parallelism (vLLM
+    0.32: `vllm/v1/engine/core.py`).
     """
     if not start.engine_id:
         return []
@@ -202,7 +202,9 @@ def started_with(start: EngineStart, starts: Sequence[EngineStart]) -> list[Engi
 
 
 def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
-    """Return the log that `asked` means for a command that reads one log: the scheduler's of the only engine start.
+    """Return the log to read for a command that reads one log: the main log of the only engine start in `logs`.
+
+    `asked` is the LOG argument of the command.
 
     Raises:
         CommandFailed: there are several starts.
@@ -223,9 +225,9 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
 def _assigned(schedulers: Iterable[_Log], workers: Iterable[_Log]) -> Iterator[tuple[_Log, list[_Log]]]:
     """Yield each scheduler's log with the logs of its workers: at most one per rank, and no log twice.
 
-    A worker's log has the same engine id and connector as its scheduler's log. An engine id that the configuration sets
-    does not change at a restart. So a worker's log belongs to the scheduler in the worker's own process or, without
-    one, to the first scheduler's log that was opened after the worker's.
+    A worker's log has the same engine id and connector as its scheduler's log. This is not enough, because an engine id
+    that the configuration sets stays the same after a restart. A worker's log therefore belongs to the scheduler's log
+    of the same process. If that process has none, it belongs to the first scheduler's log that was opened after it.
     """
     schedulers = list(schedulers)
     pairs = []
@@ -255,7 +257,7 @@ def _order(log: _Log) -> tuple[int, str]:
 
 
 def _may_be_log(path: Path) -> bool:
-    """Whether a directory is a log, was one whose segments are gone, or cannot be read. Opening it reports why."""
+    """Whether a directory is a log, was a log whose segments are gone, or cannot be read. Opening it reports why."""
     try:
         return bool(segment_paths(path) or traces_of_log(path))
     except FileNotFoundError:

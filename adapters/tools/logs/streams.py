@@ -1,6 +1,6 @@
-"""Logs of a stream, for commands that read logs: they are mirrored to disk and read like any log.
+"""Mirrors the logs of a NATS stream to disk, so that commands can read them like any log.
 
-Only this module and `ship` import the NATS client, and only for a stream.
+Only this module and `ship` import the NATS client, and only if a stream is used.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class StreamUrl:
 
 
 def log_argument(text: str) -> Path | StreamUrl:
-    """Return a LOG argument as a path, or as a URL, which would lose a slash as a path."""
+    """Return a LOG argument as a path, or as a URL if it is one. As a path, a URL would lose a slash."""
     return StreamUrl(text) if _URL.match(text) else Path(text)
 
 
 def was_stream(path: Path) -> bool:
-    """Whether a path was a stream's URL, of which `Path` drops a slash."""
+    """Whether a path was made from a stream's URL. `Path` drops a slash of the URL."""
     return str(path).startswith(tuple(scheme[:-1] for scheme in _SCHEMES))
 
 
 def shown_log(log: Path | StreamUrl | str) -> str:
-    """Return a LOG argument for messages. An argument that is not a file may be an address with credentials."""
+    """Return a LOG argument as text for messages. If it is not a file, credentials in an address are removed."""
     if isinstance(log, StreamUrl) or os.path.lexists(log):
         return str(log)
     return without_credentials(str(log), is_address=True)
@@ -75,7 +75,9 @@ def parse_address(url: StreamUrl) -> StreamAddress:
 
 
 def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> list[Path]:
-    """Update the mirror of the URL's logs, or of the newest start's logs only; return the log directories.
+    """Update the mirror of the logs at a URL, and return the log directories.
+
+    With `newest`, only the logs of the newest engine start are mirrored.
 
     Raises:
         CommandFailed: mirroring failed.

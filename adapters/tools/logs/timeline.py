@@ -1,6 +1,6 @@
-"""The timeline of a request as groups of events, in words. Most groups are an observation with all decisions on it.
+"""The timeline of a request as groups of events, in words. Most groups are an observation with all its decisions.
 
-Consecutive steps in which a request only computes and saves become one group. So do equal lookups in a row.
+Consecutive steps in which a request only computes and saves become one group. Equal lookups in a row also become one.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     num_tokens: int = 0
     num_blocks: int = 0
     num_chunks_to_save: int = 0
-    """Chunks of saves that were issued here. The results of the saves are shown where they were reported."""
+    """Chunks of saves that were issued in this group. A later group shows the result when ranks report the save."""
     num_bytes: int = 0
     duration_ns: int = 0
-    """Time that copies took: their shares of the time of each report."""
+    """Nanoseconds that the reported copies took. The time of a report about several copies is divided among them."""
     num_broken: int = 0
-    """Rules that were broken here."""
+    """Number of broken rules in the group."""
     waited_ns: int = 0
-    """Time from the request's arrival to its first lookup; 0 in any other group."""
+    """Time from the request's arrival to its first lookup, in the group of this lookup; 0 in other groups."""
 
     @property
     def text(self) -> str:
@@ -81,7 +81,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     groups: dict[str, list[Group]]
     """Request id → its groups so far."""
     lost: Group | None = None
-    """The group of the last missing events."""
+    """The group about the last gap; None: no gap yet."""
 
 
 @attrs.frozen
@@ -105,9 +105,9 @@ class _Seen:
 
 
 class Timelines(ObservationVisitor):
-    """Keeps the groups of some request ids, through all their lives.
+    """Collects groups of events for some request ids, for all lives of each id.
 
-    A life needs only its own events and steps, so events before its arrival may be left out.
+    The groups of a life depend only on its own events and on steps. Events before its arrival need not be read.
     """
 
     needs = ("lives", "tables", "copies")
@@ -119,7 +119,10 @@ class Timelines(ObservationVisitor):
         self._core = core
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """Add a group about the missing events. A request without a present life gets it before its first group."""
+        """Add a group about missing events to each request that is alive.
+
+        A request id without a life gets this group before its first group.
+        """
         now_ns, text = self.moment.time_ns, str(Gap(first_sequence, last_sequence))
         self.state.lost = Group("lost", first_sequence, last_sequence, now_ns, now_ns, None, None, None, [text])
         for request_id, groups in self.state.groups.items():
@@ -127,7 +130,7 @@ class Timelines(ObservationVisitor):
                 groups.append(self.state.lost)
 
     def observed(self, observation: Observation) -> None:
-        """Make a group of the observation for each request that it concerns, or add it to the request's last group."""
+        """Add the observation to each request that it concerns, as a new group or to the request's last group."""
         events = (observation.event, *(event for _, event in observation.decisions))
         named = {getattr(event, "request_id", "") for event in events}
         is_about_all = isinstance(events[0], _ABOUT_ALL) or any(isinstance(each, e.ExtensionStopped) for each in events)
@@ -182,7 +185,7 @@ class Timelines(ObservationVisitor):
         group.texts += describe_decisions(loud, self._core)
 
     def _continued(self, what: str, seen: _Seen) -> Group | None:
-        """Return the last group, extended by this step; None if the step begins a new group."""
+        """Add this step to the request's last group, and return the group. Return None if a new group must begin."""
         last = seen.groups[-1] if seen.groups else None
         if last is None or last.what != what or last.state_after != seen.state_before:
             return None
@@ -230,7 +233,7 @@ class Timelines(ObservationVisitor):
             group.num_blocks = len(event.block_ids)
 
     def _add_lookup(self, seen: _Seen) -> None:
-        """Add a lookup. Another connector's answer is an event after the question; the two become one group."""
+        """Add a lookup. The answer of a recorded connector is a later event. It is added to the lookup's group."""
         groups = seen.groups
         asked = groups.pop() if groups and groups[-1].texts == [_NO_ANSWER] else None
         before = groups[-1] if groups else None

@@ -1,4 +1,4 @@
-"""The totals of a log, counted while reading it. The connector counted the same totals live, from the same events."""
+"""The totals of a log, counted while the log is read. The connector counted the same totals live from these events."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _SAY_ALL = tuple(event_class for event_class in ADDS if event_class not in _NEED
 
 
 class LogTotals(Visitor[Model]):
-    """Adds each event to the totals, with the request, the answer and the copy that the model knows for it.
+    """Adds each event to the totals, together with the event's request, answer or copy, which the model knows.
 
-    A refused observation is not counted.
+    An observation that the request's state refuses is not counted.
 
     Args:
         model: the reader's model.
         state: the totals so far; default: zero.
         is_complete: False if `state` lacks events before the first event that is read.
-        on_took: called with each duration that is added, and the id of the recovered request (empty: a report's).
+        on_took: called with each duration that is added, and a request id. For the time in which a request recovered,
+            this is the request's id; for the time of a report, it is empty.
     """
 
     needs = ("lives", "copies", "answers")
@@ -51,7 +52,7 @@ class LogTotals(Visitor[Model]):
 
     @property
     def complete_figures(self) -> Figures | None:
-        """The totals so far; None if they lack events."""
+        """The totals so far; None if they lack events, see `is_complete`."""
         return self.state.figures if self._is_complete else None
 
     def lost(self, _first_sequence: int, _last_sequence: int) -> None:

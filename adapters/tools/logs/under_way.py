@@ -1,4 +1,4 @@
-"""What is in progress at the end of a log, as extensions derive it from their events.
+"""Finds what is in progress at the end of a log. Extensions know this from their events.
 
 This module must not name any event type.
 """

@@ -1,6 +1,6 @@
 """The audit of a stored log: everything wrong in the selected part, and what could not be judged.
 
-Callers read the log and pass in its batches. This module must not know how callers show the result.
+Callers read the log and pass in its batches. This module must not depend on how callers show the result.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _HEADER_LOST = (
 
 
 class Verification:
-    """Checks the rules on the selected part of a log, from its first event or first snapshot to the first gap.
+    """Checks rules and decisions on a log, and reports what is wrong in the selected part.
 
-    Create a verification before the log is read, and pass every batch up to the end of the selection to `take`.
+    Checking begins at the log's first event or first usable snapshot, and ends at the first gap. Create a verification
+    before the log is read, and pass every batch up to the end of the selection to `take`.
     """
 
     def __init__(self, log: StoredLog, selection: Selection) -> None:
@@ -80,7 +81,7 @@ class Verification:
 
 @attrs.frozen
 class EndState:
-    """What is reported about the state at the end of the log."""
+    """The part of the state at the end of the log that a verification reports."""
 
     num_open_requests: int | None
     """Requests that had arrived and not finished; None: unknown, because events before the end are missing."""
@@ -101,15 +102,15 @@ class StoppedExtension:
 
     extension: str
     version: int | None
-    """None: unknown, because the event is not in the part that was read."""
+    """Version of the extension; None: unknown, because the event that stopped it was not read."""
     sequence: int
     """The event that stopped it."""
     where: str
     """Part of the extension that raised; empty: unknown."""
     error: str
-    """Class and message of what was raised; empty: unknown."""
+    """Class of the exception, and where it was raised; empty: unknown."""
     rules: Sequence[str]
-    """Rules of the extension, which were not checked from that event on."""
+    """Rules of the extension. They were not checked after it was stopped."""
 
     @property
     def text(self) -> str:
@@ -136,7 +137,7 @@ class Findings:
     damage: tuple[Damage, ...]
     remarks: tuple[str, ...]
     of_workers: tuple[str, ...]
-    """Hooks in which workers raised or did not return; not a fault of the log."""
+    """Hooks in which workers raised or did not return. These are not faults of the log."""
     exit_code: ExitCode
     checked: Coverage
     """Events that the verdict covers."""
@@ -210,7 +211,7 @@ def _stopped(log: StoredLog, end_state: EndState, stops: Mapping[int, ExtensionS
 
 
 def _lacks_scheduler(log: StoredLog) -> bool:
-    """Whether this is a worker's log whose scheduler's log, which has the requests, is not in the same directory."""
+    """Whether this is a worker's log, and the log of the worker's scheduler is not in the same directory."""
     return log.worker_rank is not None and log.path.is_dir() and start_of(log.path).scheduler is None
 
 
@@ -227,7 +228,7 @@ def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_co
     if log.worker_rank is not None and is_rule_broken and list(judgement.num_violations) == ["RECORDED"]:
         verdict += f": a hook of worker {log.worker_rank} raised"
     if exit_code is ExitCode.NOTHING_CHECKED and not covered.why_nothing:
-        verdict += f" but the calls of worker {log.worker_rank}"
+        verdict += f" except the calls of worker {log.worker_rank}"
     if exit_code is ExitCode.NOTHING_CHECKED:
         return verdict if log.ending.missing is None else f"{verdict}, and the log's end is missing"
     if covered.why_nothing:
@@ -244,7 +245,7 @@ def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_co
 
 
 def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
-    """Return what went wrong in the worker that wrote this log, or in a scheduler's workers with logs next to it."""
+    """Return what went wrong in the worker that wrote this log. For a scheduler's log, return this for its workers."""
     if calls is None:
         return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(log).items())
     trouble = calls.trouble(is_over=log.ending.how is not HowEnded.OPEN)
@@ -287,7 +288,7 @@ def _remarks(
     is_state_known = log.header and (log.start_sequence > 0 or not log.begins_late)
     if is_state_known and log.trusted_sequence < log.last_sequence and not selection.is_over(log.last_sequence):
         remarks.append(
-            f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
+            f"rules and decisions were checked up to event {log.trusted_sequence}; the next events are missing"
         )
     if covered.why_nothing and log.header:
         remarks.append(f"neither rules nor decisions could be checked: {covered.why_nothing}")
@@ -316,12 +317,12 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
         how_many = f"{plural(len(segments), 'segment')}, the last at {at:%Y-%m-%dT%H:%M:%SZ}"
         events = f"events {first.first_sequence}–{last.last_sequence}"
         remarks.append(
-            f"{events} were retired by {reason} ({how_many}); the remaining events follow from the recorded hash"
+            f"{events} were retired by {reason} ({how_many}); the remaining events fit the chain hash recorded for them"
         )
     if retired and not retired[-1].is_rest_verifiable:
         remarks.append(
-            f"{retired[-1].segment} was deleted to free space before the snapshot after it existed, so later events "
-            "cannot be verified up to the next snapshot"
+            f"{retired[-1].segment} was deleted to free space before there was a snapshot of the state after it, so "
+            "later events cannot be verified up to the next snapshot"
         )
     return remarks
 
@@ -341,8 +342,8 @@ def _absence(extension: Extension, judgement: Judgement, num_events: int) -> str
     rules = f"; its rules {', '.join(declared.rules)} were not checked" if declared.rules else ""
     return (
         f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
-        f"installed here. Its sub-states follow the rows in the header, {plural(num_events, 'event')} of extensions "
-        f"{'was' if num_events == 1 else 'were'} accepted{rules}. It may have "
+        f"installed here. Its sub-states were taken from the table in the header, {plural(num_events, 'event')} of "
+        f"extensions {'was' if num_events == 1 else 'were'} accepted{rules}. It may have "
         f"influenced the decisions on {plural(judgement.num_unjudged, 'observation')}, which were not repeated. "
         "Install it, or name it with --extensions"
     )

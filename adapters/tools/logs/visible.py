@@ -1,4 +1,4 @@
-"""Text from logs with every character visible, and remarks on stderr.
+"""Makes every character of a text from a log visible, and writes remarks to stderr.
 
 Clients choose request ids, and errors, paths and headers may contain anything. A terminal must not interpret such text.
 """
@@ -34,5 +34,5 @@ def shortened(text: str, max_length: int) -> str:
 
 
 def remark(text: str) -> None:
-    """Write one line to stderr that is not a result, with credentials removed from addresses."""
+    """Write a remark, which is not part of the results, as one line to stderr. Remove credentials from addresses."""
     sys.stderr.write(f"kvledger: {visible(without_credentials(text))}\n")

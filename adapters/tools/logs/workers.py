@@ -1,6 +1,7 @@
-"""The workers' logs next to a scheduler's log: which are of its workers, and in which hook a worker failed or hangs.
+"""Finds the logs of a scheduler's workers, and the hook in which a worker failed or hangs.
 
-A worker records each call before making it. The last event therefore shows where a worker hangs or was killed.
+A worker records each hook call before it makes the call. The last event of its log therefore shows where the worker
+hangs or was killed.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from kvledger.storage.events.segment_file import segment_paths
 
 @attrs.define
 class WorkerCalls:
-    """Finds in a worker's log what the worker was doing at the end."""
+    """Finds in a worker's log what the worker was doing at the log's end."""
 
     called: Called | None = None
     """Call that has not returned."""
     failed: e.HookFailed | None = None
-    """First failure in the last step that has a failure."""
+    """First failure in the last step; None: no hook failed in the last step."""
     last: Called | None = None
     sequence: int = 0
-    """The event that shows the most about the end."""
+    """Sequence number of the event of `failed` or, without a failure, of `last`."""
 
     def take(self, events: Iterable[SequencedEvent]) -> None:
         """Take the next events."""
@@ -53,7 +54,10 @@ class WorkerCalls:
             self.called = None
 
     def trouble(self, *, is_over: bool) -> str:
-        """Return in which hook the worker failed or is; empty if neither. `is_over`: whether the log has ended."""
+        """Return the hook in which the worker failed or which has not returned; empty if there is none.
+
+        `is_over`: whether the log has ended.
+        """
         called = self.called if self.failed is None else self.last
         if called is None:
             return ""
@@ -73,7 +77,7 @@ def logs_of_workers(log: StoredLog) -> dict[int, Path]:
 
 
 def troubles_of_workers(log: StoredLog) -> dict[int, str]:
-    """Return rank → where that worker's last hook failed or did not return, and in which log."""
+    """Return rank → hook in which this worker failed or which did not return, and the name of the worker's log."""
     troubles = {}
     for rank, path in logs_of_workers(log).items():
         trouble = _trouble_in(path)

@@ -13,7 +13,7 @@ _SMALL = 0.0005
 
 @attrs.frozen
 class PoolSize:
-    """A pool of the log's own or another size."""
+    """A pool of the real size or of another size, and its estimate."""
 
     factor: float
     num_slots: int | None
@@ -23,7 +23,7 @@ class PoolSize:
 
     @property
     def name(self) -> str:
-        """Name in a table; empty for a size that only the curve and programs get."""
+        """Name of the size in tables; empty if tables leave the size out."""
         return _NAMES.get(self.factor, "")
 
 
@@ -32,22 +32,22 @@ class Estimate:
     """The estimate for one log or several."""
 
     sizes: tuple[PoolSize, ...] = ()
-    """Ascending; empty if nothing is estimated."""
+    """Pool sizes in ascending order; empty if there is no estimate."""
     num_tokens_asked: int = 0
-    """Tokens of whole chunks that admitted requests needed and vLLM did not have: the loads of an infinite pool that
-    had all chunks from the beginning."""
+    """Tokens of whole chunks that admitted requests needed and vLLM did not have. An infinite pool that had all chunks
+    from the beginning would have loaded them."""
     num_tokens_loaded: int = 0
     """Tokens that were really loaded."""
     one_of: int = 1
-    """One of this many chunks was followed; 1: all chunks were."""
+    """The estimate uses a sample: one of this many chunks. 1: all chunks."""
     why_not: str = ""
-    """Reason why nothing is estimated; empty if there is an estimate, or no log."""
+    """Reason why there is no estimate; empty if there is an estimate, or no log."""
     note: str = ""
-    """What the estimate leaves out; empty: nothing."""
+    """What the estimate leaves out, in words; empty: nothing."""
 
     @property
     def error(self) -> float | None:
-        """Relative error of the estimate for the pool's own size, positive if too high; None if nothing was loaded."""
+        """Relative error of the estimate for the pool's real size, positive if too high; None if nothing was loaded."""
         own = next((size for size in self.sizes if size.factor == 1), None)
         if own is None or not self.num_tokens_loaded:
             return None
@@ -55,19 +55,19 @@ class Estimate:
 
     @property
     def comparison(self) -> str:
-        """The loaded tokens, and the error of the estimate for the pool's own size, in a sentence."""
+        """The loaded tokens, and the error of the estimate for the pool's real size, in a sentence."""
         loaded, error = f"{self.num_tokens_loaded} of {self.num_tokens_asked} tokens were loaded", self.error
         if error is None:
             text = f"{loaded}, so the error of the estimate is not known"
         elif abs(error) < _SMALL:
-            text = f"{loaded}; the estimate for the pool as it was is equal within 0.1%"
+            text = f"{loaded}; the estimate for the pool's real size is equal within 0.1%"
         else:
             direction = "high" if error > 0 else "low"
-            text = f"{loaded}; the estimate for the pool as it was is {abs(error):.1%} too {direction}"
+            text = f"{loaded}; the estimate for the pool's real size is {abs(error):.1%} too {direction}"
         return text if self.one_of == 1 else f"{text}; one of {self.one_of} chunks was sampled"
 
     def with_other(self, other: Estimate) -> Estimate:
-        """Return the estimate for both. If only one of the two has pool sizes, return that one, with a note."""
+        """Return one estimate for both. If only one of them has pool sizes, return this one with a note."""
         if not self.sizes and not self.why_not:
             return other
         if not self.sizes or not other.sizes:

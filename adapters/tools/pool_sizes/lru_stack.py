@@ -5,7 +5,7 @@ Mattson and others, "Evaluation techniques for storage hierarchies", 1970). To l
 is kept, chosen by a hash of their keys (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST
 2015).
 
-This module must not know events.
+This module must not depend on events.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class LruStack:
     """Kept keys in the order of their last use.
 
     Every use is of a whole prefix. The prefix's keys become the youngest, and its first key the youngest of all, as in
-    kvledger's pool. Keys of a prefix that were last used together are neighbours, so each use has one number.
+    kvledger's pool. Keys of a prefix that were last used together are next to each other, so one number per use is
+    enough.
 
     Args:
-        capacity: number of chunks in the largest pool of interest. Chunks that it would have evicted are forgotten.
+        capacity: number of chunks in the largest pool of interest. Chunks that this pool would have evicted are
+            forgotten.
         max_keys: limit of kept keys.
     """
 
@@ -65,7 +67,7 @@ class LruStack:
         return self.mask + 1
 
     def kept_places(self, keys: Sequence[bytes]) -> Sequence[int]:
-        """Return the places of the keys that are in the sample."""
+        """Return the positions in `keys` of the keys that are in the sample."""
         mask = self.mask
         if not mask:
             return range(len(keys))

@@ -41,7 +41,7 @@ class _Sample:
 
 
 def of_log(model: Model, core: Core, selection: Selection) -> tuple[PoolSizes | None, str]:
-    """Return the visitor for the selected part of a log, or None and the reason why nothing is estimated."""
+    """Return the visitor for the selected part of a log, or None and the reason why there can be no estimate."""
     why_not = _why_not(model.configuration, core, selection)
     return (None, why_not) if why_not else (PoolSizes(model, first_sequence=selection.first_sequence), "")
 
@@ -63,7 +63,7 @@ class PoolSizes(Visitor[Model]):
 
     Args:
         model: the reader's model.
-        first_sequence: earlier admissions and loads are followed but not counted.
+        first_sequence: events before this one change the simulated pools, but their tokens are not counted.
         max_keys: limit of kept keys.
     """
 
@@ -152,7 +152,7 @@ class PoolSizes(Visitor[Model]):
                 self._num_found[place] += weight * ((num_held - first) * size - missing)
 
     def _end_of_load(self, life: Life, answer: e.LookupAnswered) -> int:
-        """Return where a load would end at the latest if everything were in the pool."""
+        """Return the token at which a load would end if the pool had all chunks; 0 if nothing would be loaded."""
         configuration = self._configuration
         if answer.miss_reason in _NOT_ASKED or answer.num_computed_tokens % configuration.block_size:
             return 0

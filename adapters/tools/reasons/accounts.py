@@ -1,7 +1,7 @@
-"""The accounts: a visitor of the reader that gives every missed and every recomputed token its reason.
+"""A visitor of the reader that gives every missed and every recomputed token its reason.
 
-The account of a request depends only on its own events, on events about the same chunks, and on events about all
-requests.
+The visitor keeps an account for each life: which tokens the life was offered, got, and had to compute. An account
+depends only on events of its own request, on events about the same chunks, and on events about all requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Accounts(Visitor[Model]):
     Args:
         model: the reader's model.
         request_id: the only request whose accounts are kept; None for all requests.
-        on_end: called with each life's history when the life ends; `histories` has the histories of the other lives.
+        on_end: called with each life's history when the life ends. `histories` has the histories of all other lives.
         keeps_histories: whether histories contain more than token counts.
     """
 
@@ -71,7 +71,7 @@ class Accounts(Visitor[Model]):
         return [(kind, visit) for part in self._parts for kind, visit in marked(part) if issubclass(kind, e.Event)]
 
     def sums(self) -> Sums:
-        """Return the token counts so far. Undecided tokens have the fates `PENDING` and `UNDER_WAY`."""
+        """Return the token counts so far. Tokens whose fate is undecided count as `PENDING` or `UNDER_WAY`."""
         sums = self._admissions.undecided()
         sums.add(self.state.ended)
         for account in self.state.accounts.values():
@@ -84,7 +84,7 @@ class Accounts(Visitor[Model]):
         return [self._history(life, account) for life, account in self._memory.lives()]
 
     def lost(self, _first_sequence: int, _last_sequence: int) -> None:
-        """Forget the chunks and count pending offers as lost: the missing events may have changed both."""
+        """Forget the chunks and count pending offers as lost, because the missing events may have changed both."""
         self._memory.chunks.forget()
         self.state.recorded.forget()
         self.state.is_blind = True

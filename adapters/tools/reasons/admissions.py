@@ -1,4 +1,4 @@
-"""From lookups to admissions: what was offered, claimed and loaded, and what was left to compute."""
+"""Counts, from lookups to admissions, which tokens were offered, claimed and loaded, and which were left to compute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Spans = tuple[Span, ...]
 
 
 class Admissions:
-    """Called with lookups, allocations and loads."""
+    """Part of `Accounts` that gets the events of lookups, allocations and loads."""
 
     def __init__(self, memory: Memory, explainer: Explainer) -> None:
         self._memory = memory
@@ -41,26 +41,26 @@ class Admissions:
         return sums
 
     def load_for(self, admission: Admission) -> Load | None:
-        """Return the admission's load; None once it has been reported."""
+        """Return the load in flight for an admission; None if no load is in flight for it."""
         return self._memory.state.loads.get(admission.job_id) if admission.job_id else None
 
     @staticmethod
     def note_not_loaded(account: Account, admission: Admission, load: Load, evidence: tuple[int, ...]) -> None:
-        """Record that the load brought no token and, the first time, that its tokens have not been computed."""
+        """Record that the load brought no token. The first time, also record that its tokens were never computed."""
         first, end = load.first_token, load.first_token + load.num_tokens
         if not admission.not_loaded and admission is account.admission:
             account.never_computed = first, end
         admission.not_loaded = _claimed(admission, Span(first, end, Reason.LOAD_FAILED, evidence))
 
     def leave(self, account: Account, fate: OfferFate = OfferFate.WITHDRAWN) -> None:
-        """Record that the request no longer waits or computes."""
+        """Record that the request no longer waits or computes. Its pending offer gets this fate."""
         self._settle_answer(account, fate)
         self.give_up_undelivered(account)
         account.admission, account.is_computing = None, False
         account.allocated_without_answer = 0
 
     def end(self, life: Life) -> None:
-        """Detach the loads of a life that has ended; they may still be reported."""
+        """Detach the loads in flight of a life that has ended. Ranks may report these loads later."""
         for load in self._loads_of(life):
             load.ordinal = NEVER
 
@@ -127,9 +127,9 @@ class Admissions:
         history.keep(history.lookups, lookup)
 
     def _awaited(self, life: Life, event: e.LookupDeferred) -> SharedLoad | None:
-        """Return the load for which a lookup is deferred; None if that load brings other tokens.
+        """Return the load of the same tokens for which a lookup is deferred; None if it waits for another copy.
 
-        In a model with windows, a lookup also waits for a load of other tokens, because only one load runs at a time.
+        In a model with windows, a lookup also waits for loads of other tokens, because only one load runs at a time.
         """
         copy = self._model.copies.get(event.job_id)
         if copy is None or not copy.is_load:
@@ -171,7 +171,7 @@ class Admissions:
         self._admit(life, account, sequence, answer.sequence, num_retained, num_claimed, joined((left, *spans)))
 
     def admit_without_answer(self, life: Life, account: Account, first_token: int, num_tokens: int) -> Admission:
-        """Admit a request that a step starts although the log has no lookup of it."""
+        """Admit a request that a step starts although the log has no lookup of the request."""
         reason = Reason.NO_LOOKUP
         if self._memory.state.is_blind:
             reason = Reason.UNKNOWN
@@ -216,9 +216,9 @@ class Admissions:
         return admission
 
     def _date(self, admission: Admission, life: Life, account: Account) -> None:
-        """Count the admission's tokens that were computed before vLLM reset only its own prefix cache.
+        """Count the admission's tokens that are older than vLLM's last reset of only its own prefix cache.
 
-        These tokens are claimed, or in vLLM's prefix cache because another request loaded them.
+        These tokens are claimed, or they are in vLLM's prefix cache because another request loaded them.
         """
         size, chunks = self._chunk_size, self._memory.chunks
         if chunks.was_any_loaded_since_reset:
@@ -245,7 +245,7 @@ class Admissions:
 
     @staticmethod
     def start_late(account: Account, admission: Admission, first_token: int) -> None:
-        """Count tokens as from elsewhere if the first step starts after the retained and claimed tokens."""
+        """Count the tokens after the claimed tokens and before `first_token` (of the first step) as from elsewhere."""
         covered = admission.num_retained + admission.num_claimed
         first_token = min(first_token, admission.num_tokens)
         if first_token <= covered:
@@ -288,7 +288,7 @@ class Admissions:
             self._count_duplicated(life, account, copy, event)
 
     def _count_duplicated(self, life: Life, account: Account, copy: Copy, event: e.LoadIssued) -> None:
-        """Count the tokens that another load in flight loads too. Of several loads, use the one that shares most."""
+        """Count the tokens that another load in flight also loads. Use the load that shares the most tokens."""
         copies = self._model.copies
         others = [other for job_id in sorted(copies.loads) if (other := copies.get(job_id)) and other is not copy]
         shared = (
@@ -306,7 +306,7 @@ class Admissions:
             account.admission.duplicated = most
 
     def _shared(self, life: Life, load: Copy, first_token: int, end_token: int) -> SharedLoad | None:
-        """Return which tokens of the life in this range a load brings; None if it brings none."""
+        """Return the tokens in this range of the life that a load brings; None if the load brings none of them."""
         keys = life.keys
         brought = zip(load.chunks, load.keys, strict=False)
         shared = [chunk for chunk, key in brought if chunk < len(keys) and keys[chunk] == key]
@@ -345,7 +345,7 @@ class Admissions:
             self._prove(loaded, admission, evidence)
 
     def _settle(self, load: Load, fate: LoadFate) -> Account | None:
-        """Count the fate of a load. Return its life's account, or None if that life has ended."""
+        """Count the fate of a load. Return the account of the load's life, or None if the life has ended."""
         account = self._memory.account(self._model.lives.of(load.ordinal))
         sums = self._memory.state.ended if account is None else account.sums
         sums.to_load[fate] += load.num_tokens
@@ -383,7 +383,10 @@ class Admissions:
 
 
 def _known(life: Life, first_token: int, end_token: int, chunk_size: int) -> range:
-    """Return the chunks of these tokens whose keys are known. A log may count far more tokens than it has keys for."""
+    """Return the numbers of the chunks of these tokens, without chunks whose keys are unknown.
+
+    A log may count far more tokens than it has keys for.
+    """
     return range(max(0, first_token // chunk_size), min(-(-end_token // chunk_size), len(life.keys)))
 
 
@@ -404,7 +407,7 @@ _ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name 
 
 
 def is_same_answer(before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred) -> bool:
-    """Whether a lookup's answer only repeats the answer before it."""
+    """Whether an answer or deferral of a lookup only repeats the previous one."""
     if isinstance(event, e.LookupDeferred):
         return isinstance(before, e.LookupDeferred) and event.job_id == before.job_id
     return isinstance(before, e.LookupAnswered) and bool(_ANSWER(before) == _ANSWER(event))

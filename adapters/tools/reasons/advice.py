@@ -1,6 +1,6 @@
 """What an operator can change so that requests wait less and fewer tokens are computed.
 
-For logs of kvledger's own connector only, because the advice names kvledger's settings.
+This is only for logs of kvledger's own connector, because the advice names kvledger's settings.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ PREEMPTED: Final = "preempted"
 _TEXTS: Final[Mapping[str, str]] = {
     QUEUED: (
         "vLLM starts a request if enough KV blocks are free, within `--max-num-seqs` and `--max-num-batched-tokens`. "
-        "If blocks ran out, a larger `--gpu-memory-utilization` gives more; if not, raise these two; another replica "
-        "helps in both cases"
+        "If blocks ran out, a larger `--gpu-memory-utilization` gives more blocks; if not, raise these two limits. "
+        "Another replica helps in both cases"
     ),
     PREEMPTED: (
-        "vLLM's KV blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
+        "vLLM's KV blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at the same time, "
         "and a larger `--gpu-memory-utilization` gives them more blocks"
     ),
-    Reason.EVICTED: "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded",
+    Reason.EVICTED: (
+        "a larger `host_bytes` keeps more chunks; `kvledger stats` estimates how many more tokens would be loaded"
+    ),
     Reason.DECLINED: "a larger `host_bytes` makes room, if the host pool was full",
     Reason.UNSAVED: "a smaller `save_interval_tokens` saves decoded tokens earlier",
-    Reason.DEFERRAL_EXHAUSTED: "a larger `max_deferred_lookups` waits longer for saves",
+    Reason.DEFERRAL_EXHAUSTED: "with a larger `max_deferred_lookups`, requests wait longer for saves",
     Reason.LOAD_FAILED: "the worker's message `copy failed` has the error",
     Reason.SAVE_FAILED: "the worker's message `copy failed` has the error",
     Reason.QUARANTINED: "`kvledger verify` names the broken rule; please report it",
     Reason.NOT_DELIVERED: "`kvledger verify` names the broken rule; please report it",
-    Reason.WITHHELD: "the event log could not be written: check its disk",
+    Reason.WITHHELD: "the event log could not be written; check the disk of the log",
     Reason.RESET: "reset the connector's cache together with vLLM's only if the weights have changed",
 }
 _SMALLER_CHUNKS = "a smaller `chunk_size` leaves fewer tokens after the last whole chunk"
@@ -52,13 +54,15 @@ first step, which counts as queued, too."""
 def advice(
     sums: Sums, configuration: LedgerConfiguration, spent: Spent | None, num_requests: int = 1
 ) -> dict[str, str]:
-    """Return reason → what to change: `QUEUED` and `PREEMPTED` by time, then `PREEMPTED` and other reasons by tokens.
+    """Return reason → what to change. Reasons that cost time come first, the most time first.
+
+    The reasons that cost tokens follow, the most tokens first.
 
     Args:
         sums: the token counts of one life, or of several lives.
-        configuration: the configuration of their log.
+        configuration: the configuration of the log that has these lives.
         spent: the time that these lives took in total; None: unknown.
-        num_requests: how many requests were queued for this time.
+        num_requests: number of these lives that were queued.
     """
     computed = sums.misses() + sums.computed_twice  # recomputed tokens were missed at the admission before
     again = +sums.recomputed

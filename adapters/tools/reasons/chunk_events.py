@@ -1,4 +1,4 @@
-"""From the events of all requests to the history of each chunk and the history of each preempted request's tail."""
+"""Computes the history of each chunk, and of each preempted request's tail, from the events of all requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvledger.lifecycle.reader import NEVER, num_intact_tokens
 
 
 class ChunkEvents:
-    """Called with all events about chunks."""
+    """Part of `Accounts` that gets all events about chunks."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

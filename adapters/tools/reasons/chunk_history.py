@@ -1,7 +1,7 @@
-"""The latest fact about each chunk key (known, being saved, saved, evicted, …) and the facts before it.
+"""The latest fact about each chunk key (known, being saved, saved, evicted, …), and earlier facts about the key.
 
 Memory is limited by the slots of the pool, and by `MAX_GONE` for chunks that are gone and for chunks of a recorded
-connector. This module must not know lookups.
+connector. This module must not depend on lookups.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
     status: ChunkStatus
     sequence: int
     request_id: str = ""
-    """Request that had the key first, saved the chunk or got the offer; for an eviction, the new save's request."""
+    """Request that had the key first, saved the chunk or got the offer. For an eviction, the request that needed the
+    slots."""
     ordinal: int = -1
-    """Ordinal of the request's life, if it matters."""
+    """Ordinal of the request's life; -1: not known."""
     job_id: int = 0
     detail: str = ""
     """Error or reason, as recorded."""
     cause: int = 0
-    """The observation on which the event was decided; the observation has the time."""
+    """Sequence number of the observation that caused the event. The observation has the time."""
     earlier: ChunkFact | None = None
-    """The fact before this one, if the earlier fact is part of the history."""
+    """Earlier fact about the chunk, if the chunk's history keeps it."""
 
     def after(self, earlier: ChunkFact | None) -> ChunkFact:
-        """Return the same fact with `earlier` before it."""
+        """Return this fact with `earlier` as the earlier fact about the chunk."""
         return self if earlier is self.earlier else msgspec.structs.replace(self, earlier=earlier)
 
     def settled(self, status: ChunkStatus, sequence: int, cause: int, detail: str = "") -> ChunkFact:
-        """Return the fact that follows when this save has completed or failed."""
+        """Return the fact that follows this fact about a save, when the save has completed or failed."""
         earlier = None if status is ChunkStatus.SAVED else self.earlier
         return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
 
@@ -74,13 +75,13 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     gone: dict[bytes, ChunkFact] = {}
     """Key → fact about a chunk that is not in the pool, the most recently changed last."""
     has_forgotten: bool = False
-    """Whether facts were dropped for lack of room since events were last lost."""
+    """Whether facts were dropped, for lack of room, after the last gap in the log."""
     before_reset: dict[bytes, int] = {}
-    """Key of a chunk that was in the pool or being saved when vLLM last reset only its own prefix cache → event of that
-    reset."""
+    """Key of a chunk that was in the pool or being saved when vLLM last reset only its own prefix cache → sequence
+    number of this reset."""
     loaded_since: dict[bytes, int] = {}
-    """Key of a chunk of `before_reset` that was loaded since, so that vLLM's prefix cache may have it → event of that
-    reset."""
+    """Key of a chunk in `before_reset` that was loaded after the reset, so that vLLM's prefix cache may have it →
+    sequence number of the reset."""
 
 
 class ChunkHistory:
@@ -95,7 +96,7 @@ class ChunkHistory:
         return self._state.in_pool.get(key) or self._state.gone.get(key)
 
     def known(self, keys: Iterable[bytes], sequence: int, request_id: str, ordinal: int) -> None:
-        """Record the keys of a request. For each key, the first request that has it is remembered."""
+        """Record the keys of a request. Keys about which there is a fact keep this fact."""
         for key in keys:
             if self.get(key) is None:
                 self._put(key, ChunkFact(ChunkStatus.KNOWN, sequence, request_id, ordinal))
@@ -108,7 +109,7 @@ class ChunkHistory:
                 del self._state.gone[key]
 
     def known_again(self, keys: Iterable[bytes], since: int, sequence: int, life: Life) -> None:
-        """Replace facts of unsaved chunks from before event `since`: this life has computed the chunks again."""
+        """Replace facts about unsaved chunks from before event `since`, because this life has computed the chunks."""
         for key in keys:
             fact = self._state.gone.get(key)
             if fact is not None and fact.status is ChunkStatus.KNOWN and fact.sequence < since:
@@ -122,7 +123,7 @@ class ChunkHistory:
                 self._put(key, fact)
 
     def forget_oldest(self) -> None:
-        """Limit the chunks in the pool like chunks that are gone: a recorded connector does not report evictions."""
+        """Forget the oldest chunks in the pool if there are too many. A recorded connector reports no evictions."""
         in_pool = self._state.in_pool
         if len(in_pool) > self._max_gone * 9 // 8:
             self._state.has_forgotten = True
@@ -150,7 +151,7 @@ class ChunkHistory:
                 self._put(key, before.settled(status, sequence, cause, error))
 
     def declined(self, keys: Iterable[bytes], num_chunks: int, fact: ChunkFact) -> None:
-        """Record that `num_chunks` of these chunks were not saved: the first ones that are not in the pool."""
+        """Record that chunks were not saved: of those that are not in the pool, the first `num_chunks`."""
         for key in keys:
             if num_chunks == 0:
                 break
@@ -160,7 +161,7 @@ class ChunkHistory:
                 self._put(key, fact.after(_request_history(before)))
 
     def left(self, key: bytes, fact: ChunkFact) -> None:
-        """Record an eviction or a taint."""
+        """Record that a chunk was evicted or tainted."""
         before = self.get(key)
         is_saved = before is not None and before.status is ChunkStatus.SAVED
         self._put(key, fact.after(before if is_saved else None))
@@ -184,29 +185,29 @@ class ChunkHistory:
 
     @property
     def was_any_loaded_since_reset(self) -> bool:
-        """Whether a chunk that survived vLLM's last reset was loaded since then."""
+        """Whether any chunk that survived vLLM's last reset was loaded after the reset."""
         return bool(self._state.loaded_since)
 
     def reset_after(self, key: bytes) -> int:
-        """Return the last reset of vLLM's prefix cache that this chunk survived in the pool; 0 if there is none."""
+        """Return the event of the last reset of vLLM's prefix cache that this chunk survived in the pool; 0: none."""
         return self._state.before_reset.get(key, 0)
 
     def loaded(self, keys: Iterable[bytes]) -> None:
-        """Record that chunks are loaded: other requests may find these chunks' blocks in vLLM's prefix cache."""
+        """Record that chunks are loaded, so that other requests may find them in vLLM's prefix cache."""
         before_reset = self._state.before_reset
         self._state.loaded_since.update((key, before_reset[key]) for key in keys if key in before_reset)
 
     def reset_before_load(self, key: bytes) -> int:
-        """Return the last reset that this chunk survived in the pool before it was loaded; 0 if there is none."""
+        """Return the event of the last reset that this chunk survived in the pool before it was loaded; 0: none."""
         return self._state.loaded_since.get(key, 0)
 
     @property
     def has_forgotten(self) -> bool:
-        """Whether chunks that left the pool before events were lost would be forgotten by now anyway."""
+        """Whether chunks that left the pool before the last gap would be forgotten by now, even without the gap."""
         return self._state.has_forgotten
 
     def forget(self) -> None:
-        """Forget everything, because events are lost."""
+        """Forget everything, because events are missing."""
         self._state.has_forgotten = False
         self._state.in_pool.clear()
         self._state.gone.clear()
@@ -229,7 +230,7 @@ class ChunkHistory:
 
 
 def _request_history(before: ChunkFact | None) -> ChunkFact | None:
-    """Return the facts to keep when a save is tried again: that the chunk had been saved, and how it left the pool."""
+    """Return the facts to keep when a chunk is saved again: its earlier save, and how the chunk left the pool."""
     if before is None or before.status in _STORY:
         return before
     return before.earlier

@@ -1,4 +1,4 @@
-"""From steps and rollbacks to the tokens that are computed again, with the reasons from their admission."""
+"""Finds in steps and rollbacks the tokens that are computed again. Their reasons come from their admission."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvledger.lifecycle.reader import Life
 
 
 class Computing:
-    """Called with steps and rollbacks. Reads only requests that a step lists: the others compute nothing again."""
+    """Part of `Accounts` that gets steps and rollbacks. Requests that a step does not list compute nothing again."""
 
     def __init__(self, memory: Memory, admissions: Admissions) -> None:
         self._memory = memory

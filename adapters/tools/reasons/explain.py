@@ -1,6 +1,6 @@
-"""From one answered lookup to the reason of every token that it leaves to compute.
+"""Finds the reason of every token that an answered lookup leaves to compute.
 
-The reasons depend only on the answer, the request's account, and the chunks' history at that moment.
+The reasons depend only on the answer, and on the request's account and the chunks' history at the time of the call.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class Explainer:
     def without_answer(
         self, first_token: int, num_tokens: int, sequence: int, life: Life, account: Account, *, reason: Reason
     ) -> tuple[Span, ...]:
-        """Return the reasons if the log has no lookup: `reason`, except for tokens that no cache could have spared."""
+        """Return the reasons of tokens for which the log has no lookup.
+
+        This is `reason`, except for tokens that no cache could have spared.
+        """
         last = num_tokens - 1
         after_hit = _AfterHit(self, life, account, sequence, None, reason)
         return joined(
@@ -97,7 +100,7 @@ class Explainer:
 
 @attrs.frozen
 class _AfterHit:
-    """The tokens after the hit, chunk by chunk."""
+    """Finds the reasons of the tokens after the hit, chunk by chunk."""
 
     explainer: Explainer
     life: Life
@@ -133,7 +136,7 @@ class _AfterHit:
         return self.life.num_tokens_before_preemption
 
     def _overruled(self, span: Span) -> Span:
-        """Replace the reason if the request computes everything, whatever is in the pool."""
+        """Replace the reason if the request computes its tokens whatever is in the pool."""
         reason = self.instead
         if self.answer is not None:
             reason = _OF_ALL.get(self.answer.miss_reason)
@@ -175,7 +178,7 @@ class _AfterHit:
         return span
 
     def _is_history_lost(self, fact: ChunkFact | None) -> bool:
-        """Whether the history of a chunk may be in the missing events, because no other event has it."""
+        """Whether the missing events may be about this chunk, because no other event says what happened to it."""
         memory = self.explainer.memory
         is_known = fact is not None and fact.status is not ChunkStatus.KNOWN
         return not is_known and memory.state.is_blind and not memory.chunks.has_forgotten
@@ -192,7 +195,7 @@ class _AfterHit:
         return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
 
     def _miss_reason_of(self, first_token: int) -> str:
-        """Return why the chunk is missing, as the answer says; empty unless it is the first chunk after the hit."""
+        """Return the answer's miss reason if the token is in the first chunk after the hit; else empty."""
         size = self.explainer.configuration.chunk_size
         is_first = self.answer is not None and first_token // size == self.answer.num_hit_tokens // size
         return self.answer.miss_reason if self.answer is not None and is_first else ""
@@ -230,13 +233,16 @@ class _AfterHit:
         return Span(first_token, end_token, Reason.UNSAVED, tuple(_evidence_of(fact)), fact)
 
     def _is_own(self, fact: ChunkFact) -> bool:
-        """Whether this life had the key first. Facts of a partial life have no ordinal until a decision names it."""
+        """Whether this life was the first that had the chunk's key.
+
+        Facts about a life whose beginning is missing have no ordinal until a decision names the life.
+        """
         life = self.life
         is_unnamed = fact.ordinal == NEVER and life.is_partial
         return fact.request_id == life.request_id and (fact.ordinal == life.ordinal or is_unnamed)
 
     def _not_copied(self, first_token: int, end_token: int) -> Span:
-        """Explain computed tokens after the last whole chunk that were not copied."""
+        """Explain tokens after the last whole chunk that were computed before the preemption but not saved."""
         size = self.explainer.configuration.chunk_size
         if self.answer is not None and first_token // size > self.answer.num_hit_tokens // size:
             return Span(first_token, end_token, Reason.BEHIND_GAP, (self.sequence,))
@@ -248,7 +254,7 @@ _IN_REACH = frozenset({Reason.NEVER_OFFERED, Reason.NOT_OFFERED})
 
 @attrs.frozen
 class _AfterRecordedHit(_AfterHit):
-    """Tokens that a recorded connector did not offer."""
+    """Finds the reasons of tokens that a recorded connector did not offer."""
 
     def _from_fact(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
         span = super()._from_fact(first_token, end_token, fact)
@@ -292,9 +298,9 @@ class _AfterRecordedHit(_AfterHit):
         return first is not None and lives.num_computed_tokens(first) < (first_token // size + 1) * size
 
     def _is_whole_unit(self, first_token: int) -> bool:
-        """Whether the connector has the chunk's whole unit, judged by the unit's last chunk.
+        """Whether the connector has the whole unit to which the chunk belongs. The unit's last chunk decides this.
 
-        A unit is what the connector matches at a time.
+        A unit is the number of tokens that the connector matches at a time.
         """
         keys, size = self.life.keys, self.explainer.configuration.chunk_size
         num_chunks = self._state.unit_tokens // size

@@ -1,4 +1,4 @@
-"""What the reasons remember of a log in addition to the reader's model. All of it comes from events."""
+"""The state that `Accounts` keeps in addition to the reader's model. All of it is computed from events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tail:
     end_token: int
     fact: ChunkFact
     before_reset: int = 0
-    """The last reset of only vLLM's own prefix cache since the chunk was computed; 0 if there is none."""
+    """Sequence number of the last reset of only vLLM's own prefix cache after the chunk was computed; 0: none."""
 
 
 @attrs.define
@@ -40,58 +40,59 @@ class Load:
     """A load in flight."""
 
     ordinal: int
-    """Ordinal of its life; `NEVER` once that life has ended. The load then counts for the whole log."""
+    """Ordinal of the load's life; `NEVER` if the life has ended. The load then counts only for the whole log."""
     admission: int
-    """Sequence number of its admission; 0: not in the log."""
+    """Sequence number of the load's admission; 0: not in the log."""
     first_token: int
     num_tokens: int
 
 
 @attrs.define
 class Account:
-    """What one life of a request was offered, got, and had to compute."""
+    """Counts of the tokens that one life of a request was offered, got, and had to compute."""
 
     sums: Sums = attrs.field(factory=Sums)
     history: RequestHistory | None = None
-    """None if histories are not kept."""
+    """History of the life; None if histories are not kept."""
     tail: Tail | None = None
     answer: Answer | None = None
     last_lookup: e.LookupAnswered | e.LookupDeferred | None = None
-    """The last lookup since the request last got blocks."""
+    """Last answer or deferral after the request last got blocks; None: none."""
     admission: Admission | None = None
     allocated_without_answer: int = 0
     """Sequence number of an allocation without a lookup. The next step completes the admission."""
     is_computing: bool = False
     """Whether a step has scheduled the request since its admission."""
     started_at: int = 0
-    """Sequence number of the last admission that a step followed. Tokens computed since are stale after a reset."""
+    """Sequence number of the last admission after which a step ran the request. A reset makes tokens stale that were
+    computed after this admission."""
     deferrals: tuple[int, ...] = ()
-    """Sequence numbers of the first and the last `lookup.deferred` in a row."""
+    """Sequence numbers of the first and the last of consecutive `lookup.deferred` events."""
     num_deferred: int = 0
     undelivered: int = 0
     """Tokens that were claimed and for which no load has been issued."""
     undelivered_sequence: int = 0
     quarantine: tuple[int, ...] = ()
-    """Sequence numbers of `request.quarantined` and its cause; empty if there is none."""
+    """Sequence numbers of `request.quarantined` and of its cause; empty: not quarantined."""
     withheld: int = 0
     """Sequence number of the `decision.withheld` about the answer to the last lookup; 0 if there is none."""
     hook_failed: int = 0
     broken_rule: int = 0
     """Sequence number of the last `invariant.violated`."""
     load_failed: tuple[int, ...] = ()
-    """Sequence numbers of the last `load.failed` and its cause, until a step computes."""
+    """Sequence numbers of the last `load.failed` and of its cause. Empty again when a step starts the request."""
     computed_end: int = 0
     """End of the tokens computed since the admission, as far as steps record them."""
     taken_back_from: int = 0
     """Number of tokens that the request had computed when the scheduler took some of them back."""
     never_computed: tuple[int, int] = (0, 0)
-    """`(first, end)` of tokens that were claimed and neither loaded nor computed since."""
+    """`(first, end)` of tokens that were claimed, and then neither loaded nor computed."""
     taken_back: tuple[int, ...] = ()
     taken_back_reason: Reason = Reason.ROLLED_BACK
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """State of the reasons, as plain values."""
+    """State of `Accounts`, as plain values."""
 
     accounts: dict[str, Account] = {}
     """Request id → account of its present life."""
@@ -108,9 +109,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Memory:
-    """The model and the state, with functions that search both. All parts of the reasons share one memory.
+    """The model and the state, with functions that search both. All parts of `Accounts` share one memory.
 
-    Keeps only the accounts of the request `only`; None: of all requests.
+    Keeps only the accounts of the request `only`. If `only` is None, keeps the accounts of all requests.
     """
 
     def __init__(self, model: Model, only: str | None, *, keeps_histories: bool) -> None:
@@ -132,7 +133,7 @@ class Memory:
         return self._only is None or request_id == self._only
 
     def account(self, life: Life | None) -> Account | None:
-        """Return the account of a life, if necessary a new one; None without a life, or if its account is not kept."""
+        """Return the account of a life, or a new account. None: there is no life, or its account is not kept."""
         if life is None or not self.is_kept(life.request_id):
             return None
         account = self.state.accounts.get(life.request_id)

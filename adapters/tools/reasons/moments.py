@@ -1,4 +1,7 @@
-"""Adds to histories the sequence numbers of events other than lookups and steps, and of the step after a preemption."""
+"""Adds to histories the sequence numbers of a request's events, except for lookups and steps.
+
+The step after a preemption is also added.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _OF_A_REQUEST = (
 
 
 class Moments:
-    """Adds to the histories that are kept. Must be called after the parts that count tokens."""
+    """Part of `Accounts` that adds sequence numbers to histories. It is called after the parts that count tokens."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

@@ -1,4 +1,4 @@
-"""Each token that an admission leaves to compute has exactly one reason. docs/reasons.md has the proofs of reasons."""
+"""The reasons why tokens are left to compute. `docs/reasons.md` says which events prove each reason."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ class Reason(enum.StrEnum):
         return reason
 
     NEW = "new", "no request had computed them before"
-    SALTED = "salted", "no request had computed them under this cache salt"
+    SALTED = "salted", "no request with this cache salt had computed them before"
     LAST_TOKEN = "last_token", "the last known token is always computed, because the next one is sampled from it"
     PARTIAL_CHUNK = "partial_chunk", "after the last whole chunk, so they have no key to be saved under"
-    UNSAVED = "unsaved", "no save had been issued: they had not settled, or were less than a save interval"
+    UNSAVED = "unsaved", "no save had been issued yet: the tokens had not settled, or were fewer than a save interval"
     SAVING = "saving", "their save was still in flight"
     DEFERRAL_EXHAUSTED = (
         "deferral_exhausted",
-        "their save was still in flight after the last allowed deferral of the lookup",
+        "the save of these tokens was still in flight after the last allowed deferral of the lookup",
     )
-    DECLINED = "declined", "not saved, because the host pool had no room or a load had failed into their blocks"
+    DECLINED = "declined", "not saved, because the host pool had no room or a load into their blocks had failed"
     SAVE_FAILED = "save_failed", "their save failed"
     EVICTED = "evicted", "saved and evicted"
-    TAINTED = "tainted", "tainted: a load of them had failed"
+    TAINTED = "tainted", "tainted, because a load of these tokens had failed"
     RESET = "reset", "lost to a cache reset"
     STALE = "stale", "computed before a cache reset and not saved by then"
     BEHIND_GAP = (
         "behind_gap",
-        "saved, but an earlier chunk was missing, and a prefix ends at the first missing chunk",
+        "saved, but an earlier chunk was missing, and a hit ends at the first missing chunk",
     )
-    WINDOW = "window", "saved, but at every later boundary a token that a sliding window sees was missing"
+    WINDOW = "window", "saved, but at every later chunk boundary, a token in a sliding window was missing"
     SLOWER = "slower", "saved, but loads took longer than computing, as measured while serving"
     LOAD_FAILED = (
         "load_failed",
         "their load failed, or the previous load had failed and the request had to compute first",
     )
     QUARANTINED = "quarantined", "the request was quarantined: the cache is disabled for it"
-    UNALIGNED = "unaligned", "saved, but the local prefix did not end at a block"
+    UNALIGNED = "unaligned", "saved, but the hit in vLLM's own cache did not end at a block boundary"
     RIVAL_LOAD = "rival_load", "saved, but another request's load was in flight, and only one load runs at a time"
-    NO_KEY = "no_key", "the keys of their chunks were not known"
+    NO_KEY = "no_key", "the keys of these tokens' chunks were not known"
     SKIPPED = "skipped", "the request's parameters ask not to read cached tokens"
     RECORDED = "recorded", "not offered by the recorded connector; the log does not contain the reason"
     NOT_CLAIMED = "not_claimed", "offered, but the scheduler did not claim them"
@@ -71,7 +71,7 @@ class Reason(enum.StrEnum):
         "not_offered",
         "saved and offered before, but not this time; the log does not contain the recorded connector's evictions",
     )
-    SHORT_OF_UNIT = "short_of_unit", "fewer than the recorded connector matches at a time"
+    SHORT_OF_UNIT = "short_of_unit", "fewer tokens than the recorded connector matches at a time"
 
 
 BY_DESIGN = frozenset({Reason.NEW, Reason.SALTED, Reason.LAST_TOKEN, Reason.PARTIAL_CHUNK, Reason.SKIPPED})

@@ -1,7 +1,7 @@
-"""What a recorder's log shows of another connector's chunks: handed to its workers, saved, offered.
+"""Finds in a recorder's log which chunks the recorded connector gave to its workers, saved and offered.
 
-Such a connector does not report evictions, and it divides tokens in its own way. The log therefore shows less of such
-chunks than of kvledger's own. If a copy cannot be assigned to tokens, the reasons are less precise.
+A recorded connector does not report evictions, and it divides tokens in its own way. The log therefore shows less about
+its chunks than about kvledger's own chunks. If a copy cannot be assigned to tokens, the reasons are less precise.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     unit_tokens: int = 0
     """Tokens that the connector matches at a time; 0: unknown."""
     reset_at: int = 0
-    """The last event that emptied vLLM's prefix cache; 0: none."""
+    """Sequence number of the last event that emptied vLLM's prefix cache; 0: none."""
     saves: dict[str, list[Save]] = {}
     """Job → its saves."""
     awaited: list[str] = []
-    """Jobs that the workers finish before the step that is being built."""
+    """Jobs that the workers finish before the step that vLLM is scheduling."""
     nameless: dict[int, dict[int, ChunkFact]] = {}
-    """Ordinal of a life → number of a chunk that was saved before its key was in the log → its latest fact."""
+    """Ordinal of a life → number of a chunk → latest fact, for chunks that were saved before the log had their keys."""
 
     def forget(self) -> None:
-        """Forget saves in flight: the missing events may have handed out or ended some."""
+        """Forget the saves in flight, because the missing events may have begun or ended saves."""
         self.lacks_saves = True
         self.saves.clear()
         self.nameless.clear()
 
 
 class RecordedChunks:
-    """Called with a recorder's events, and with the events that end its copies."""
+    """Part of `Accounts` that gets a recorder's events, and the events that end copies of the recorded connector."""
 
     def __init__(self, model: Model, chunks: Callable[[], ChunkHistory], state: Callable[[], State]) -> None:
         self._model, self._moment = model, model.moment
@@ -131,7 +131,7 @@ class RecordedChunks:
             self._state().lacks_saves = True
 
     def _places(self, copy: payloads.Transferred, life: Life) -> list[int] | None:
-        """Return the chunks that a save reads; None if its blocks are not known to be the request's."""
+        """Return the numbers of the chunks that a save reads; None if the request's table lacks a block of the save."""
         table: Sequence[int] = self._model.tables.of(life.ordinal) or self._model.tables.lost_by(life)
         if not table:
             first, end = copy.first_block, copy.first_block + len(copy.block_ids)
@@ -198,7 +198,7 @@ class RecordedChunks:
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
-        """Replace facts from before the last reset about unsaved chunks that the request has computed."""
+        """For unsaved chunks that the request has computed, replace facts that are older than the last reset."""
         state, life = self._state(), self._moment.life
         if life is None or not state.reset_at or not state.is_recorder:
             return

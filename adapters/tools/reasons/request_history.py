@@ -21,7 +21,7 @@ _Entry = TypeVar("_Entry")
 
 @attrs.frozen
 class SharedLoad:
-    """A load in flight, by another request, of the same tokens."""
+    """A load in flight of another request, for tokens that this request needs, too."""
 
     job_id: int
     request_id: str
@@ -34,11 +34,11 @@ class SharedLoad:
 
 @attrs.define
 class Lookup:
-    """Equal lookups in a row, as one entry. `spans`: tokens that the first lookup left to compute, with reasons."""
+    """Consecutive equal lookups, as one entry. `spans`: tokens that the first lookup left to compute, with reasons."""
 
     first_sequence: int
     last_sequence: int
-    """`first_sequence` and this one: sequence numbers of the first and the last answer or deferral."""
+    """`first_sequence` and `last_sequence` are the sequence numbers of the first and the last answer or deferral."""
     spans: tuple[Span, ...]
     num_times: int = 1
     awaited: SharedLoad | None = None
@@ -49,35 +49,35 @@ class Lookup:
 
 @attrs.define
 class Admission:
-    """The tokens of a waiting request that got blocks: which are there, which will be loaded, which it must compute."""
+    """Blocks for a waiting request: which of its tokens vLLM has, which will be loaded, and which must be computed."""
 
     sequence: int
     """Sequence number of `blocks.allocated`, or of the step if the log has no allocation."""
     answer_sequence: int
-    """Sequence number of the answer to the lookup; 0: there was none."""
+    """Sequence number of the answer to the lookup; 0: there was no lookup."""
     num_tokens: int
     num_retained: int
     num_claimed: int
     mark: int
     """Number of tokens that had been computed before a preemption."""
     spans: tuple[Span, ...] = ()
-    """Tokens left to compute. A failed load or a rollback adds its tokens."""
+    """Tokens left to compute. A failed load or a rollback later adds tokens."""
     missed: tuple[Span, ...] = ()
-    """The tokens left to compute when the request got blocks."""
+    """Tokens that were left to compute when the request got blocks."""
     not_loaded: tuple[Span, ...] = ()
     """Claimed tokens that no load brought."""
     num_elsewhere: int = 0
-    """Tokens that were there when the first step began, and not from this connector."""
+    """Tokens that had KV when the first step began, but neither from vLLM's prefix cache nor from this connector."""
     is_started: bool = False
     job_id: int = 0
     duplicated: SharedLoad | None = None
-    """The load that was already loading most of the same tokens when the load of this admission was issued."""
+    """The load in flight that shared the most tokens with this admission's load when that load was issued."""
     num_before_reset: int = 0
     """Claimed tokens that were computed before vLLM reset its own prefix cache, but not the connector's."""
     num_retained_before_reset: int = 0
-    """Tokens in vLLM's prefix cache that another request loaded, and that were computed before such a reset."""
+    """Tokens in vLLM's prefix cache that another request loaded after a reset, but that were computed before it."""
     reset_sequence: int = 0
-    """Sequence number of the last such reset; 0 if there is none."""
+    """Sequence number of the last reset that the two numbers above count; 0 if both are 0."""
     num_held: int = 0
     """Blocks that all requests held, including the admitted one; 0 if unknown."""
 
@@ -127,7 +127,7 @@ class RequestHistory:
     num_left_out: int = 0
 
     def keep(self, entries: list[_Entry], entry: _Entry) -> None:
-        """Append to one of the lists. A full list loses its last entry."""
+        """Append an entry to one of the lists. In a full list, the new entry replaces the last one."""
         if len(entries) >= MAX_KEPT:
             entries.pop()
             self.num_left_out += 1

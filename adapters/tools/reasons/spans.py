@@ -12,7 +12,7 @@ from kvledger.adapters.tools.reasons.reason import Reason
 
 @attrs.frozen
 class Span:
-    """Tokens `first_token` to before `end_token`, why they were left to compute, and the events that prove it."""
+    """Tokens from `first_token` to before `end_token`, the reason why they were left to compute, and its proof."""
 
     first_token: int
     end_token: int
@@ -28,7 +28,7 @@ class Span:
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Return the spans without empty ones, with neighbours of equal reason and proof joined."""
+    """Return the spans without empty spans. Adjacent spans with equal reason and proof become one span."""
     result: list[Span] = []
     for span in spans:
         if span.first_token >= span.end_token:
@@ -61,7 +61,7 @@ def within(spans: Sequence[Span], first_token: int, end_token: int) -> Iterator[
 
 
 def replaced(spans: Sequence[Span], new: Span) -> tuple[Span, ...]:
-    """Return the spans with `new` in place of everything in its range."""
+    """Return the spans, but with `new` for all tokens in the range of `new`."""
     before = [attrs.evolve(span, end_token=min(span.end_token, new.first_token)) for span in spans]
     after = [attrs.evolve(span, first_token=max(span.first_token, new.end_token)) for span in spans]
     return joined((*before, new, *after))

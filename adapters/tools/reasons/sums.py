@@ -40,7 +40,7 @@ class LoadFate(enum.StrEnum):
 
 @attrs.define
 class Sums:
-    """Tokens, counted since the log was opened. `Accounts.sums` adds the undecided ones."""
+    """Tokens, counted since the log was opened. `Accounts.sums` adds tokens whose fate is undecided."""
 
     num_admissions: int = 0
     num_needed: int = 0
@@ -50,17 +50,16 @@ class Sums:
     num_claimed: int = 0
     """Tokens to be loaded, counted at admissions."""
     num_elsewhere: int = 0
-    """Tokens that were there when the first step began: from another connector, or from a local prefix given as
-    blocks."""
+    """Tokens that had KV when the first step began, from another connector or from a local prefix given as blocks."""
     missed: Counter[Reason] = attrs.field(factory=Counter)
     """Reason → tokens left to compute at admissions. `misses` adds the tokens that failed to load."""
     num_offered: int = 0
     offered: Counter[OfferFate] = attrs.field(factory=Counter)
     num_to_load: int = 0
-    """Tokens to be loaded, counted by jobs and undelivered admissions."""
+    """Tokens to be loaded, counted when a load is issued, or when claimed tokens get no load."""
     to_load: Counter[LoadFate] = attrs.field(factory=Counter)
     num_duplicated: int = 0
-    """Of the tokens to be loaded, those that another load in flight was loading as well."""
+    """Tokens to be loaded that another load in flight was already loading."""
     duplicated: Counter[str] = attrs.field(factory=Counter)
     """Key of a prefix's last duplicated chunk, in hexadecimal → duplicated tokens. At most `MAX_KEPT` keys per life."""
     num_recomputed: int = 0
@@ -90,7 +89,7 @@ class Sums:
                 setattr(self, field.name, mine + theirs)
 
     def since(self, earlier: Sums) -> Sums:
-        """Return what was counted since `earlier`. Fates that were undecided at that time may count negative."""
+        """Return the sums minus the earlier sums. Counts of fates that were undecided in `earlier` may be negative."""
         sums = Sums()
         for field in attrs.fields(Sums):
             mine, before = getattr(self, field.name), getattr(earlier, field.name)

@@ -62,7 +62,7 @@ class Batches:
             self.flush()
 
     def flush(self) -> None:
-        """Pass on the rows since the last batch."""
+        """Pass the rows that were added after the last batch to `take`."""
         import pyarrow as pa  # noqa: PLC0415
 
         if not self._rows:

@@ -1,6 +1,6 @@
-"""From a log to the rows of the tables, in one reading for all tables but `violations`.
+"""Makes the rows of the tables from a log, in one reading for all tables except `violations`.
 
-Lives, states and copies come from the trace, reasons from the accounts. This module folds nothing.
+Lives, states and copies come from `export/trace.py`, reasons from `Accounts`. This module folds nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rows:
     Args:
         start: name of the engine start.
         clock: the log's clock.
-        add: table → function that is called with each of its rows. Other tables are left out.
+        add: table → function that is called with each row of this table. Tables that are not in `add` are left out.
     """
 
     def __init__(self, start: str, clock: Clock, add: Mapping[str, AddRow]) -> None:
@@ -105,9 +105,9 @@ class _Evictions(Visitor[Model]):
 
 
 class _Reasons(Accounts):
-    """Makes rows with the tokens by reason, for each life that ends in the selected part or is open at the end.
+    """Makes rows with the tokens by reason, for each life that ends in the selected part or is open at its end.
 
-    The tokens are those of the whole life, as far as the log was read.
+    A life's rows count the tokens of the whole life, as far as the log was read.
     """
 
     def __init__(self, model: Model, selection: Selection, rows: Rows) -> None:
@@ -163,7 +163,7 @@ def read_rows(
     add: Mapping[str, AddRow],
     remark: Callable[[str], None],
 ) -> None:
-    """Read the log once and add the rows of the selected part; if `violations` is wanted, verify the log too.
+    """Read the log and add the rows of the selected part. If `violations` is wanted, also verify the log.
 
     A log that is being written is read up to its present end.
 
@@ -171,11 +171,11 @@ def read_rows(
         log: the opened log.
         selection: the selected part.
         start: name of the engine start.
-        add: table → function that is called with each of its rows.
+        add: table → function that is called with each row of this table.
         remark: called with sentences for the user.
 
     Raises:
-        CommandFailed: the log's header is lost.
+        CommandFailed: no copy of the log's header is intact.
     """
     rows = Rows(start, Clock(log.header), add)
     if log.worker_rank is None and add.keys() - {VIOLATIONS}:

@@ -131,7 +131,7 @@ def _text(name: str, meaning: str, value: str = "") -> Column:
 
 
 def _of(kind: type, name: str) -> _Value:
-    """Return a getter of a field of a lookup's answer; None for answers of another kind."""
+    """Return a function that gets a field of a lookup's answer, or None if the answer is of another class."""
     return lambda lookup: getattr(lookup.answer, name) if isinstance(lookup.answer, kind) else None
 
 
@@ -144,25 +144,25 @@ def _num_in_state(state: str) -> _Value:
 
 
 COMMON: Final = (
-    _column("start", _T.STRING, "engine start: the name of the folder of its log"),
-    _column("time", _T.TIMESTAMP, "time of day (UTC); null if the log has no opening time"),
-    _int("time_ns", "the same in nanoseconds since the log was opened"),
+    _column("start", _T.STRING, "name of the engine start: the name of its log's folder"),
+    _column("time", _T.TIMESTAMP, "date and time (UTC); null if the log has no opening time"),
+    _int("time_ns", "the time in nanoseconds since the log was opened"),
     _int("sequence", "sequence number of the event, for `--since` and `--until` of other commands"),
 )
 _REQUEST_ID = _text("request_id", "vLLM's id of the request")
-_ORDINAL = _int("ordinal", "number of the life; with `start` the key of `requests`. null: the log lacks its arrival")
-_GENERATION = _int("generation", "how often the request had been preempted by then")
+_ORDINAL = _int("ordinal", "number of the life; with `start` the key of `requests`. null: the log lacks the arrival")
+_GENERATION = _int("generation", "how often the request had lost computed tokens by then (preemptions and rollbacks)")
 
 _REQUESTS = Table(
     "requests",
     "One row per life of a request, from its arrival to its release. Rows are in the order of releases; requests that "
-    "the log leaves open come last. `time` and `sequence` are those of the arrival.",
+    "the log leaves open come last. `time` and `sequence` belong to the arrival.",
     (
         _REQUEST_ID,
         _int("ordinal", "number of the arrival, from 0; unique in a log"),
         _int("first_running_ns", "when the whole prompt was computed for the first time; null: never"),
-        _int("finished_ns", "when vLLM finished it; null: never", "summary.finished_ns"),
-        _int("released_ns", "when its last copy was done; null: not in the log", "until_ns"),
+        _int("finished_ns", "when vLLM finished the request; null: never", "summary.finished_ns"),
+        _int("released_ns", "when the request was released, after its last copy; null: not in the log", "until_ns"),
         _text("outcome", "vLLM's status at the end, or the last state in the log", "summary.outcome"),
         _int("num_prompt_tokens", "tokens of the prompt", "summary.num_prompt_tokens"),
         _int("num_tokens", "tokens of prompt and output", "summary.num_tokens"),
@@ -170,14 +170,14 @@ _REQUESTS = Table(
             _int(f"in_{state.value}_ns", f"time in the state `{state.value}`", _in_state(state.value))
             for state in RequestState
         ),
-        _int("num_preemptions", "how often it was preempted", "summary.num_preemptions"),
-        _int("num_lookups", "how often the scheduler looked it up", "summary.num_lookups"),
+        _int("num_preemptions", "how often the request was preempted", "summary.num_preemptions"),
+        _int("num_lookups", "how often the scheduler looked up the request", "summary.num_lookups"),
         _int("num_tokens_loaded", "tokens of completed loads", "summary.num_tokens_loaded"),
         _int("num_chunks_saved", "chunks of completed saves", "summary.num_chunks_saved"),
-        _int("loaded_bytes", "bytes of its loads, as workers reported them", "num_bytes_loaded"),
-        _int("saved_bytes", "bytes of its saves, as workers reported them", "num_bytes_saved"),
+        _int("loaded_bytes", "bytes of the request's loads, as workers reported them", "num_bytes_loaded"),
+        _int("saved_bytes", "bytes of the request's saves, as workers reported them", "num_bytes_saved"),
         _int("num_failures", "failed copies, refused loads, broken rules and failed hooks", "summary.num_failures"),
-        _column("is_quarantined", _T.BOOL, "whether the cache was disabled for it", "summary.is_quarantined"),
+        _column("is_quarantined", _T.BOOL, "whether the request was quarantined", "summary.is_quarantined"),
     ),
 )
 _LOOKUPS = Table(
@@ -202,7 +202,7 @@ _LOOKUPS = Table(
         _column(
             "is_async",
             _T.BOOL,
-            "whether the load runs between steps; null if the lookup was deferred",
+            "whether steps run during the load; null if the lookup was deferred",
             _of(LookupAnswered, "is_async"),
         ),
         _column(
@@ -213,50 +213,51 @@ _LOOKUPS = Table(
         ),
         _int(
             "deferred_for_job",
-            "id of the copy that the request waits for; null if it does not wait",
+            "id of the copy for which the lookup was deferred; null if it was answered",
             _of(LookupDeferred, "job_id"),
         ),
         _int(
             "num_deferred",
-            "how often in a row the lookup was deferred; null if it was not",
+            "number of consecutive deferrals, including this one; null if the lookup was answered",
             _of(LookupDeferred, "num_deferred"),
         ),
         _column(
             "is_repeated",
             _T.BOOL,
-            "whether question and answer equal those of the request's previous lookup. vLLM repeats the lookup in "
-            "every step while a request waits, also with fewer computed tokens: for one row per admission, take the "
-            "last of each `start`, `ordinal` and `generation`",
+            "whether question and answer are equal to the request's previous lookup. While a request waits, vLLM "
+            "repeats the lookup in every step, sometimes with fewer computed tokens. For one row per admission, take "
+            "the last row of each `start`, `ordinal` and `generation`",
         ),
     ),
 )
 _COPIES = Table(
     "copies",
-    "One row per copy between the device and the host pool, in the order in which they were done; copies that the log "
-    "leaves open come last. `time` and `sequence` are those of the decision to copy.",
+    "One row per copy between the device and the host pool, in the order in which the copies ended. Copies that the "
+    "log leaves open come last. `time` and `sequence` belong to the decision to copy.",
     (
         _int("job_id", "id of the copy"),
         _text("kind", "`load`, `save` or `tail save`"),
         _REQUEST_ID,
         _ORDINAL,
         _GENERATION,
-        _int("settled_ns", "when every rank had reported; null: never", "until_ns"),
-        _int("duration_ns", "from the decision until every rank had reported, or to the end of the log"),
+        _int("settled_ns", "when the copy ended; null: not in the log", "until_ns"),
+        _int("duration_ns", "from the decision to the end of the copy, or to the end of the log"),
         _int(
             "worker_ns",
-            "sum of the times that workers measured. Workers report the saves of a step together; each has a share of "
-            "that time by its bytes, so the sums equal `save_duration_ns` and `load_duration_ns` of `kvledger stats`",
+            "sum of the times that workers measured. Workers report the saves of a step together, so each save gets a "
+            "share of their time by its bytes. The rows add up to `save_duration_ns` and `load_duration_ns` of "
+            "`kvledger stats`",
         ),
         _text("outcome", "`completed`, `failed`, `given up` (a rank never reported it) or `open`"),
         _text("error", "the error that a worker reported; null: none"),
-        _int("num_pages", "block pages that were copied"),
+        _int("num_pages", "number of pages to copy"),
         _int("copied_bytes", "bytes that workers reported", "num_bytes"),
-        _int("first_token", "first token of a load or a tail save; null for saves"),
-        _int("num_tokens", "tokens of a load or a tail save; null for saves"),
-        _int("num_chunks", "chunks of a save", lambda copy: len(copy.chunks)),
-        _column("is_async", _T.BOOL, "whether steps ran in the meantime"),
-        _column("is_before_forward", _T.BOOL, "whether it was done before the step's forward", "before_forward"),
-        _column("ranks_done", _T.INT64_LIST, "ranks that completed it"),
+        _int("first_token", "first token of a `load` or `tail save`; null for a `save`"),
+        _int("num_tokens", "number of tokens of a `load` or `tail save`; null for a `save`"),
+        _int("num_chunks", "number of chunks of a `save`", lambda copy: len(copy.chunks)),
+        _column("is_async", _T.BOOL, "whether steps ran during the copy"),
+        _column("is_before_forward", _T.BOOL, "whether the copy had to end before the forward pass", "before_forward"),
+        _column("ranks_done", _T.INT64_LIST, "ranks that completed the copy"),
         _column("ranks_failed", _T.INT64_LIST, "ranks that reported a failure"),
     ),
 )
@@ -268,8 +269,8 @@ _STEPS = Table(
         _int("num_scheduled_tokens", "tokens of all requests in this step"),
         _int(
             "num_events",
-            "events of the step itself: `step.scheduled` and the decisions on it. `events_per_step` of `kvledger "
-            "stats` also counts all events since the previous step, such as lookups and reports",
+            "number of events of the step itself: `step.scheduled` and the decisions that it caused. `events_per_step` "
+            "of `kvledger stats` also counts all events after the previous step, such as lookups and reports",
         ),
         *(
             _int(f"num_{state.value}_requests", f"requests in the state `{state.value}`", _num_in_state(state.value))
@@ -293,36 +294,36 @@ _EVICTIONS = Table(
 _REASONS = Table(
     "reasons",
     "Tokens by [reason](reasons.md): one row per life of a request, kind and reason. The sums equal those of "
-    "`kvledger stats`. `time` and `sequence` are those of the request's release, or of the last event in the log. "
+    "`kvledger stats`. `time` and `sequence` belong to the request's release, or to the last event in the log. "
     "Loads that failed after their request was released have rows without a request.",
     (
-        _text("request_id", "vLLM's id of the request; null: see above"),
-        _int("ordinal", "number of the life; with `start` the key of `requests`. null: see above"),
+        _text("request_id", "vLLM's id of the request; null: loads that failed after their request was released"),
+        _int("ordinal", "number of the life; with `start` the key of `requests`. null if `request_id` is null"),
         _text(
             "kind",
             "`missed` (left to compute when the request got blocks), `recomputed` (computed before a preemption and "
             "again after it) or `computed_twice` (computed again because vLLM took tokens back)",
         ),
-        _text("reason", "why"),
-        _int("num_tokens", "how many tokens"),
+        _text("reason", "the reason"),
+        _int("num_tokens", "number of tokens"),
     ),
 )
 _VIOLATIONS = Table(
     "violations",
-    "One row per broken rule, as `kvledger verify` finds them: the first 1,000 of each log. A rule that is only broken "
-    "later has one row without `sequence` and `detail`.",
+    "One row per violation of a rule that `kvledger verify` finds, for the first 1,000 violations in each log. A rule "
+    "that is broken only later has one row without `sequence` and `detail`.",
     (
-        _int("rank", "the worker that wrote the log; null: the scheduler"),
+        _int("rank", "rank of the worker that wrote the log; null: the scheduler wrote it"),
         _text("rule", "the [rule](invariants.md)"),
-        _text("request_id", "vLLM's id of the request; null: the breach is not about one request"),
-        _int("generation", "generation of the request; null: the breach is not about one request"),
-        _text("detail", "description of the breach"),
+        _text("request_id", "vLLM's id of the request; null: the violation is not about one request"),
+        _int("generation", "generation of the request; null: the violation is not about one request"),
+        _text("detail", "description of the violation"),
         _column(
             "evidence",
             _T.INT64_LIST,
-            "sequence numbers of earlier events that show the breach together with this one",
+            "sequence numbers of earlier events that show the violation together with the event at `sequence`",
         ),
-        _int("num_of_rule", "how often this log breaks the rule, even if the table has fewer rows of it"),
+        _int("num_of_rule", "how often the log breaks this rule, even if the table has fewer rows about the rule"),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The rules of the standard core: a module for each subject. Checkers run in the order of their definition."""
+"""The rules of the standard core, one module for each subject. Checkers run in the order of `RULES`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes: that they do not change."""
+"""Bytes: whether loads bring the bytes that were saved."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvledger.lifecycle.reader.records import Life
 MAX_PAGES = 1 << 16
 """Number of pages whose saved digests are remembered; the oldest are forgotten first."""
 _MAX_UNKNOWN = 1 << 16
-"""Number of chunks remembered as saved without digests. With more, all saves are forgotten."""
+"""Number of chunks remembered as saved without digests. If there are more, all saves are forgotten."""
 _MAX_ENDED = 1 << 10
 """Number of ended lives whose keys are remembered, because a connector may save their pages later."""
 _MAX_IMAGES = 16
-"""Number of digests of one page beyond which it is not judged: each time it is computed, its last bits may differ."""
+"""A page with more different digests than this is not judged: each computation may give different last bits."""
 
 _Page = tuple[bytes, int, int, int]
 """(key of the chunk in which the block ends, block, group, rank)."""
@@ -34,21 +34,21 @@ class _OfLife(msgspec.Struct):
     generation: int
     life: Life
     seen: dict[_Place, tuple[int, int]] = {}
-    """Place → digest and event, in this generation."""
+    """Place → (digest, sequence number of the event that recorded it), in this generation."""
     was_cut: bool = False
-    """Whether its tokens were replaced, so that its keys do not identify what it saved before."""
+    """Whether tokens of the life were replaced, so that its keys do not identify the pages that it saved before."""
 
 
 class BytesUnchanged(Checker):
     """BYTES_UNCHANGED: a load brings the bytes that were saved for its tokens, and a full block does not change.
 
-    Verifies: if there are digests, that the host's copy before a load, and the blocks after it, have the digest of some
-    save since the last reset, of a block of the same chunk, position, group and rank. Two digests of one full block of
-    a request are equal while the request keeps its blocks. The checker names the first block that differs, and whether
-    it differed in the host's memory already.
-    Does not verify: pages without digests; part-filled blocks; tokens whose saves are not in the log, lie more than
-    65536 pages back, or were reported only after the workers were asked, without digests; that the computed KV is
-    right.
+    Verifies: if the log has digests (`pages.digested`), a loaded page has the digest of a save since the last reset, of
+    the same chunk, position, group and rank. This is checked in host memory before the load and in the block after it.
+    Two digests of one full block of a request are equal while the request keeps its blocks. The checker names the first
+    block that differs, and whether it already differed in host memory.
+    Does not verify: pages without digests; partly filled blocks; pages whose save is not in the log or is more than
+    65536 pages back; pages whose save was reported, without digests, only after the workers were asked; that the
+    computed KV is right.
     """
 
     rule = "BYTES_UNCHANGED"

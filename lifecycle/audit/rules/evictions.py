@@ -17,9 +17,9 @@ from kvledger.lifecycle.reader.records import NEVER, Copy
 class EvictIdleOnly(Checker):
     """EVICT_IDLE_ONLY: a chunk is not evicted while a load reads it.
 
-    Verifies: no load in flight reads the slots that an evicted chunk gives up.
-    Does not verify: taints and resets, which remove chunks even if a load reads them; chunks that are promised and not
-    claimed yet (HIT_PINNED).
+    Verifies: no load in flight reads a slot that an evicted chunk gives up.
+    Does not verify: taints and resets, which remove chunks even if a load reads them; chunks that a pending answer
+    promised (HIT_PINNED).
     """
 
     rule = "EVICT_IDLE_ONLY"
@@ -30,7 +30,7 @@ class EvictIdleOnly(Checker):
         """Job id → (sequence number of the load, keys of the chunks whose slots it reads)."""
 
     def begin(self) -> None:
-        """Take over the loads in flight."""
+        """Read the loads in flight from the model."""
         for job_id, job in self.copies:
             if job.is_load:
                 self._loads[job_id] = (0, self._keys_read_by(job))
@@ -48,7 +48,7 @@ class EvictIdleOnly(Checker):
             self._loads[event.job_id] = (self.moment.sequence, self._keys_read_by(self.copies.current))
 
     def _keys_read_by(self, load: Copy) -> set[bytes]:
-        # A chunk may lie in a shorter image of the block, which the load does not read.
+        # The chunk may be in an earlier page of the same block, which the load does not read.
         read = frozenset(load.slots) - {NO_SLOT}
         return {key for key in load.keys if not read.isdisjoint(self.chunks.slots_of(key) or ())}
 
@@ -57,15 +57,17 @@ class EvictIdleOnly(Checker):
         self._loads.pop(event.job_id, None)
         job = self.copies.current
         if job is not None and not job.is_load:
-            # Chunks of a settled save may have moved to a longer image; loads in flight read the shorter one.
+            # The chunks of a settled save may have moved to its pages. Loads in flight read the earlier pages.
             for _, keys in self._loads.values():
                 keys.difference_update(job.keys, (key for _, key in job.earlier_keys))
 
 
 class HitPinned(Checker):
-    """HIT_PINNED: what a lookup promised stays in the pool until the scheduler has claimed it.
+    """HIT_PINNED: chunks that an answer promised stay in the pool until the scheduler has claimed them.
 
-    Verifies: no evicted chunk was promised by the pending answer to a request.
+    An answer promises all chunks up to the end of the offered tokens.
+
+    Verifies: no evicted chunk was promised by an answer that is still pending.
     Does not verify: taints and resets, which remove chunks even if they are promised.
     """
 
@@ -80,13 +82,13 @@ class HitPinned(Checker):
 
 
 class WaitingKept(Checker):
-    """WAITING_KEPT: what a preempted request will load again is not evicted.
+    """WAITING_KEPT: chunks that a preempted request will load again are not evicted.
 
-    Verifies: from a request's preemption until it has blocks again or ends, no whole chunk that it had computed is
-    evicted, if the configuration keeps them (`keep_for_preempted`, decision 0009). A save that would need the room is
-    declined.
-    Does not verify: chunks already promised to the request (HIT_PINNED); the order in which other chunks are evicted
-    (EVICTION_ORDER); chunks that were tainted or are from before a reset.
+    Verifies: no whole chunk that a request had computed is evicted from the request's preemption until it has blocks
+    again or ends. This is checked if the configuration keeps such chunks (`keep_for_preempted`, decision 0009). A save
+    that would need their slots is declined.
+    Does not verify: chunks that an answer has already promised to the request (HIT_PINNED); the order in which other
+    chunks are evicted (EVICTION_ORDER); chunks that were tainted or are from before a reset.
     """
 
     rule = "WAITING_KEPT"
@@ -106,12 +108,12 @@ POOL_FULL = "pool_full"
 class PinBalance(Checker):
     """PIN_BALANCE: no chunk is kept for a request that will not use it.
 
-    A pin that outlives its holder shows here as soon as a save is declined because of it.
+    If a chunk is kept too long, this rule shows that when a save is declined because of it.
 
-    Verifies: at every decline with `pool_full`, there were too few free slots, and the chunks that could leave would
-    not have made enough room.
-    Does not verify: pins because of which no save is declined; models with sliding windows, in which the pages that a
-    chunk needs depend on what its windows see.
+    Verifies: whenever a save is declined with `pool_full`, there are too few free slots, and evicting all chunks that
+    may leave would not free enough.
+    Does not verify: chunks that are kept too long while no save is declined; models with sliding windows, in which the
+    pages that a chunk needs depend on what its windows see.
     """
 
     rule = "PIN_BALANCE"
@@ -119,10 +121,10 @@ class PinBalance(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._preempted = (0, 0)
-        """Sequence number and settled tokens of the last preemption, because of which a tail may be declined."""
+        """(sequence number, settled tokens) of the last preemption. A declined tail ends with these tokens."""
 
     def visits(self) -> Visits:
-        """Return nothing if a group has a window."""
+        """Return the visits of the checker; none if a group has a window, because the rule is not checked then."""
         return [] if self.layout.has_windows else super().visits()
 
     @on(e.RequestPreempted)
@@ -138,13 +140,13 @@ class PinBalance(Checker):
         if num_missing > 0 and not self._has_room(num_missing, event.request_id):
             return
         detail = (
-            f"chunk {event.first_chunk} was declined because it needs {num_pages} slots, but {num_free} were free"
+            f"a save of chunk {event.first_chunk} was declined: it needs {num_pages} slots, but {num_free} were free"
             f"{', and evicting chunks that no request relies on would have made room' if num_missing > 0 else ''}"
         )
         self.broken(detail, event.cause)
 
     def _has_room(self, num_missing: int, request_id: str) -> bool:
-        """Whether evicting chunks could free so many slots."""
+        """Whether evicting chunks for a save of this request could free `num_missing` slots."""
         life = self.lives.get(request_id)
         freed: Counter[int] = Counter()
         for key in self.room.leaving(NEVER if life is None else life.ordinal):
@@ -166,22 +168,22 @@ class PinBalance(Checker):
 class EvictionOrder(Checker):
     """EVICTION_ORDER: of the chunks that may leave, the least recently used one leaves first.
 
-    Each use makes a whole prefix the most recently used, and the first chunk of the prompt the most recent in it. So a
-    chunk never leaves before those after it. A prefix stays while something needs it, and is used when something stops
-    needing it:
+    Each use makes all chunks of a prefix the most recently used ones, and among them the first chunk of the prompt the
+    most recent one. A chunk therefore never leaves before the chunks that follow it. A prefix stays as long as
+    something needs it. It is used at the end of such a need:
 
-    - An answer that promised it is claimed, replaced or withdrawn.
-    - A preempted request that waited for it gets blocks or ends.
-    - A copy that reads it, or adds its last chunk, completes or fails.
+    - An answer that promised the prefix is claimed, replaced or withdrawn.
+    - A preempted request that waited for the prefix gets blocks or ends.
+    - A copy that reads the prefix, or adds its last chunk, completes or fails.
 
-    A request that is preempted or ends uses everything that it has.
+    A request that is preempted or ends uses all of its chunks.
 
-    Verifies: for every evicted chunk, in the order of the event, each chunk used before it had to stay: it is in a
-    prefix that is needed, or in the settled beginning of the request that saves. No chunk of this beginning is evicted,
-    and none before the chunks that a copy in flight reads or adds.
+    Verifies: for every evicted chunk, in the order of the event, each chunk that was used earlier had to stay. A chunk
+    has to stay if something needs a prefix with it, or if it is one of the settled chunks of the request that saves.
+    No settled chunk of the request that saves is evicted, and no chunk of a prefix that a copy in flight needs.
     Does not verify: evicted chunks that were promised, waited for or read (HIT_PINNED, WAITING_KEPT, EVICT_IDLE_ONLY);
-    whether so many evictions were needed; the order of uses before the audit's start. The rule is off with an extension
-    that chooses what is evicted last.
+    whether so many evictions were needed; the order of uses before the audit's start. The rule is not checked with an
+    extension that chooses which chunks are evicted last.
     """
 
     rule = "EVICTION_ORDER"

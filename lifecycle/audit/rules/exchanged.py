@@ -1,4 +1,4 @@
-"""Exchanges: what left the hooks and arrived in them, compared with the log."""
+"""Exchanges: values that left kvledger's hooks or arrived in them, compared with the log."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _WORDS = {
 
 
 class ToldAsDecided(Checker):
-    """TOLD_AS_DECIDED: the workers and vLLM get what was decided, and what they report is recorded.
+    """TOLD_AS_DECIDED: vLLM and the workers get what was decided, and everything that they report is recorded.
 
-    The connector counts values where they leave its hooks and arrive in them (`hooks.exchanged`).
+    The connector counts the values that leave its hooks and that arrive in them (`hooks.exchanged`).
 
-    Verifies: of each `hooks.exchanged`, for the time since the one before:
+    Verifies: of each `hooks.exchanged`, for the time since the previous one:
 
-    - It has no differences. An answer of 0 tokens instead of the decided one is none, if the decision was withheld or
-      the request is quarantined.
-    - The log has the same numbers of arrivals, answers, tokens in them, asynchronous and deferred answers, allocations,
-      ends of requests, held blocks, entries in the metadata of steps, reports, blocks that were not filled, ends of
-      loads, and resets.
+    - It lists no difference. One difference is allowed: an answer of 0 tokens instead of the decided answer, if the
+      decision was withheld or the request is quarantined.
+    - The log has the same numbers of arrivals, answers, tokens in answers, asynchronous and deferred answers,
+      allocations, ends of requests, held blocks, entries in the metadata of steps, reports, blocks that were not
+      filled, ends of loads, and resets.
     - Each rank gave vLLM the ends that it was asked to give, within 64 steps if there is no other connector.
-    - Each rank reported as not filled, once, the blocks of its loads that failed in their step and those that no copy
-      fills.
+    - Each rank reported as not filled, once, the blocks of its loads that failed in their step and the blocks that no
+      copy fills.
 
-    Nothing is left uncounted when a step is recorded or the connector shuts down.
+    When a step is recorded or the connector shuts down, a `hooks.exchanged` has counted everything before it.
 
-    Does not verify: anything before the first `hooks.exchanged` of the log, or of the audited part, so a connector that
-    never records one is not checked; the time between two of them if a hook failed in it; anything after the model was
-    declined or the ledger became corrupt; what vLLM and the workers do otherwise with what they get. Only digests show
-    that a worker mixes up the slots of joined saves (BYTES_UNCHANGED).
+    Does not verify: anything before the first `hooks.exchanged` that is audited, so a connector that never records one
+    is not checked; the time between two of these events if a hook failed in it; anything after the model was declined
+    or the ledger became corrupt; what else vLLM and the workers do with the values. Only digests show that a worker
+    mixes up the slots of saves that it copies together (BYTES_UNCHANGED).
     """
 
     rule = "TOLD_AS_DECIDED"
@@ -55,7 +55,7 @@ class ToldAsDecided(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._num = dict.fromkeys(_COUNTED, 0)
-        """Field of `HooksExchanged` → number in the log since the last one."""
+        """Field of `HooksExchanged` → number in the log since the last `hooks.exchanged`."""
         self._first = 0
         """Sequence number of the first event that was counted; 0: none."""
         self._answers: dict[str, e.LookupAnswered | e.LookupDeferred] = {}
@@ -64,13 +64,13 @@ class ToldAsDecided(Checker):
         self._is_recorded = False
         """Whether the log has `hooks.exchanged`."""
         self._knows_all = True
-        """Whether every event since the last one is known."""
+        """Whether every event since the last `hooks.exchanged` is known."""
         self._is_over = False
         self._has_failed = False
-        """Whether a hook has failed since the last one."""
+        """Whether a hook has failed since the last `hooks.exchanged`."""
 
     def begin(self) -> None:
-        """Skip the first comparison: the events since the last `hooks.exchanged` are not all known."""
+        """Skip the first comparison, because not all events since the last `hooks.exchanged` are known."""
         self._knows_all = False
 
     def _count(self, name: str, number: int = 1) -> None:
@@ -98,7 +98,7 @@ class ToldAsDecided(Checker):
             self._count("num_tokens", number * event.num_external_tokens)
 
     def _take_back(self, request_id: str) -> bool:
-        """Uncount an answer that did not leave. Returns whether there was one."""
+        """Uncount the request's last answer, which vLLM did not get. Return whether there was one."""
         answer = self._answers.pop(request_id, None)
         if answer is not None:
             self._count_answer(answer, -1)

@@ -1,4 +1,4 @@
-"""Failed loads: what no request may rely on after one."""
+"""Failed loads: tokens and blocks on which no request may rely after a load has failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class _Load:
     block_ids: tuple[int, ...]
     failed_at: int = 0
     reported_late_at: int = 0
-    """Sequence number of a failure that vLLM learns of with the reported blocks. Until then it may schedule steps."""
+    """Sequence number of a failure that vLLM learns only from blocks that are reported later; 0: none. Until then, vLLM
+    may schedule the request."""
 
 
 class RollbackObserved(Checker):
@@ -30,14 +31,14 @@ class RollbackObserved(Checker):
 
     Verifies: at the first step after a failure:
 
-    - The request of a failed load within a step was rolled back to before the load's end, preempted, looked up again or
-      ended since the load was issued, or the step itself counts fewer tokens. If the load was not handed out, the
-      failure counts from the moment when vLLM knows of it.
-    - A request with a block that vLLM knows is not filled counts no token in or after that block as computed, or has
-      lost the block. This is checked at the first step that schedules it, with one group of layers.
+    - If a load within a step failed, its request was rolled back to before the load's end, preempted, looked up again
+      or ended since the load was issued. Otherwise the first step itself counts fewer tokens than the load's end. If
+      the load was not handed out, the failure counts from the moment when vLLM knows of it.
+    - If vLLM knows that a block is not filled, a request with this block counts no token in or after it as computed, or
+      has lost the block. This is checked at the first step that schedules the request, with one group of layers.
 
-    Does not verify: asynchronous loads, whose requests have not begun; loads that were given up because no rank
-    reported them; that vLLM learns of a load that was not handed out.
+    Does not verify: asynchronous loads, because their requests have not begun to compute; loads that were given up
+    because a rank did not report them; that vLLM learns of a load that was not handed out.
     """
 
     rule = "ROLLBACK_OBSERVED"
@@ -46,8 +47,8 @@ class RollbackObserved(Checker):
         super().__init__(model)
         self._loads: dict[int, _Load] = {}
         self._holders: dict[str, tuple[int, int, int]] = {}
-        """Request id → ordinal, first token of its first unfilled block, sequence number of the event that reports the
-        block."""
+        """Request id → (ordinal, first token of the request's first unfilled block, sequence number of the event that
+        reports the block)."""
 
     @on(e.LoadIssued)
     def _issued(self, event: e.LoadIssued) -> None:
@@ -133,26 +134,26 @@ class RollbackObserved(Checker):
             num_computed_tokens = known.get(ordinal, self.lives.num_computed_before_step(life))
             if num_computed_tokens > first_token:
                 detail = (
-                    f"its block from token {first_token} on is not filled, "
+                    f"the request's block from token {first_token} on is not filled, "
                     f"but the request goes on with {num_computed_tokens} tokens computed"
                 )
                 self.broken(detail, sequence, request_id=request_id)
 
 
 class FailedLoadTaint(Checker):
-    """FAILED_LOAD_TAINT: chunks of a failed load are not offered again, and its blocks do not count as KV.
+    """FAILED_LOAD_TAINT: chunks of a failed load are not offered again, and its blocks do not count as computed.
 
     Verifies: after a failed load:
 
     - By the next step, lookup or report, no chunk of the load is committed any more.
     - No load is issued for a request with `max_failed_loads` failed loads.
     - Until an unfilled block is written or loaded again, it is neither given to a request as computed nor saved.
-    - A save is not committed if it relies on the load, whether it is a save of the same request or of one that has its
-      blocks.
+    - A save that relies on the load is not committed. The save may be of the same request, or of another request that
+      has blocks of the load.
 
-    Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT); tails, which are dropped with the load; blocks
-    that other requests computed on top of an unfilled one, if these blocks are given to a request or saved after the
-    failure is known; blocks that a failure before the audit's start left unfilled.
+    Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT); tails, which are dropped when their load fails;
+    blocks that other requests computed on top of an unfilled block, if these blocks are given to a request or saved
+    after the failure is known; blocks that a failure before the audit's start left unfilled.
     """
 
     rule = "FAILED_LOAD_TAINT"
@@ -162,23 +163,24 @@ class FailedLoadTaint(Checker):
         self._failures: list[tuple[int, Copy]] = []
         """(sequence number, load) of each failure since the last observation."""
         self._unfilled: dict[int, int] = {}
-        """Block id → sequence number of the failure."""
+        """Block id → sequence number of the failure that left the block unfilled."""
         self._num_local_tokens: dict[str, int] = {}
         """Request id → tokens that its last lookup found in vLLM's prefix cache; recorded only while a block is
         unfilled."""
         self._hits: list[tuple[str, int, Sequence[int]]] = []
-        """(request id, sequence number of the allocation, blocks given as computed), until the step for which they are
-        given."""
+        """(request id, sequence number of the allocation, blocks that the request got as computed), until its next
+        step."""
         self._spoilt: dict[int, int] = {}
-        """Job id of a save in flight → sequence number of a failure that its source blocks rely on."""
+        """Job id of a save in flight → sequence number of the failure of a load on which its source blocks rely."""
         self._relied_on: dict[int, tuple[Sequence[int], int]] = {}
-        """Job id of a save in flight → its request's table when it was issued, and the end of its pages there."""
+        """Job id of a save in flight → (block table of the request when the save was issued, number of pages in the
+        table up to the save's end)."""
 
     @on(e.StepScheduled, e.LookupRequested, e.TransferReported)
     def _observed(self, _event: e.Event) -> None:
         for sequence, load in self._failures:
             if any(key in self.chunks for key in load.keys):
-                detail = "its load failed, but chunks of that load can still be looked up"
+                detail = "the load of the request failed, but chunks of that load can still be looked up"
                 self.broken(detail, sequence, request_id=load.request_id)
         self._failures.clear()
 
@@ -232,7 +234,7 @@ class FailedLoadTaint(Checker):
         for request_id, sequence, given in self._hits:
             unfilled = [block_id for block_id in given if block_id in self._unfilled]
             if unfilled:
-                detail = f"it got blocks {unfilled} as computed, but they have not been written since a load failed"
+                detail = f"the request got blocks {unfilled} as computed, but they were not written since a load failed"
                 self.broken(detail, sequence, self._unfilled[unfilled[0]], request_id=request_id)
         self._hits.clear()
 

@@ -1,4 +1,4 @@
-"""Blocks that are filled: which requests use them during a load."""
+"""Blocks that are filled: which requests use these blocks during a load."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvledger.lifecycle.reader.records import NEVER, Life
 
 
 class LoadDstExclusive(Checker):
-    """LOAD_DST_EXCLUSIVE: only one load fills a block, for the one request that holds it.
+    """LOAD_DST_EXCLUSIVE: a block is filled by one load only, for the one request that holds the block.
 
     Verifies: of every load:
 
-    - It fills the blocks of its tokens in the request's table, each once.
-    - No other load in flight, of a request that still holds its blocks, fills one of them.
-    - No other request has one of them in its table when the load is issued, or is given one before the load has ended.
-    - If it is asynchronous, no step computes tokens of its request while it is in flight.
+    - The load fills the blocks that its tokens have in the request's table, each block once.
+    - No other load in flight, of a request that still holds its blocks, fills one of these blocks.
+    - No other request has one of these blocks in its table when the load is issued, or gets one before the load ends.
+    - While an asynchronous load is in flight, no step computes tokens of its request.
 
-    Does not verify: tables of quarantined requests, of requests whose load has failed, and of groups with a window,
-    whose blocks vLLM frees without a hook; that no forward in flight writes a block. A request can be preempted before
-    its load is reported, and its blocks can be filled for another one. Then the order of the copies on the device
-    decides, which no log of the scheduler shows.
+    Does not verify: tables of quarantined requests; tables of requests whose load has failed, and of groups with a
+    window, because vLLM frees their blocks without a hook; that no forward in flight writes a block. If a request is
+    preempted before its load is reported, another load may fill its blocks for another request. Then the result depends
+    on the order of the two copies on the device, which the scheduler's log does not show.
     """
 
     rule = "LOAD_DST_EXCLUSIVE"
@@ -32,7 +32,7 @@ class LoadDstExclusive(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._named: set[int] = set()
-        """Loads in flight whose request has computed; each is reported once."""
+        """Loads in flight during which their request has computed tokens; each load is reported once."""
 
     @on(e.BlocksAllocated)
     def _check_given(self, event: e.BlocksAllocated) -> None:
@@ -45,7 +45,7 @@ class LoadDstExclusive(Checker):
             self._check_filling(life, event.block_ids[:num_shared], is_shared=True)
 
     def _check_filling(self, life: Life, block_ids: Iterable[int], *, is_shared: bool = False) -> None:
-        """Report blocks given to a request while another request, which still has them, loads into them."""
+        """Report blocks that this life gets although a load of another request, which still has them, fills them."""
         filled_by = self.copies.filled_by
         given: dict[int, int] = {}
         for block_id in block_ids:
@@ -57,7 +57,9 @@ class LoadDstExclusive(Checker):
                 continue
             holder = self.lives.of(job.ordinal)
             if holder is not None and holder.generation == job.generation and not holder.quarantined:
-                detail = f"it is given block {block_id}, which load {job_id} of {holder.request_id!r} is still filling"
+                detail = (
+                    f"the request gets block {block_id}, which load {job_id} of {holder.request_id!r} is still filling"
+                )
                 self.broken(detail, job.sequence, request_id=life.request_id)
 
     @on(e.StepScheduled)
@@ -88,7 +90,7 @@ class LoadDstExclusive(Checker):
         if event.block_ids != expected or len(expected) != len(pages):
             detail = (
                 f"load {event.job_id} fills blocks {list(event.block_ids)}, "
-                f"but in the request's table, its tokens ({len(pages)} pages) have blocks {list(expected)}"
+                f"but its tokens ({len(pages)} pages) are in blocks {list(expected)} of the request's table"
             )
             self.broken(detail, event.cause)
         filled = [] if self.copies.current is None else self.copies.current.filled
@@ -108,13 +110,14 @@ class LoadDstExclusive(Checker):
 class LoadXorStores(Checker):
     """LOAD_XOR_STORES: a block is not saved while a load fills it.
 
-    Such a save might copy what was in the block before.
+    Such a save might copy the earlier contents of the block.
 
-    Verifies: the blocks of every save, also blocks just lost, against the loads in flight of the same request and the
-    asynchronous loads of all requests. A save before its step's forward also precedes the loads that begin in that
-    step. Decisions between two steps follow the loads of the first one.
-    Does not verify: other requests that share a block loaded within a step; whether a save is in flight when a load
-    begins, which does no harm if their blocks differ.
+    Verifies: no load in flight of the same request, and no asynchronous load of any request, fills a block that a save
+    reads. That includes blocks that the request has just lost. A save before its step's forward may read the blocks of
+    loads that begin in the same step, because it precedes them. A save that is decided after a step may read the blocks
+    of loads within that step, because it follows them.
+    Does not verify: saves of other requests that share a block which is loaded within a step; whether a save is in
+    flight when a load begins, which does no harm if the two copies have no block in common.
     """
 
     rule = "LOAD_XOR_STORES"
@@ -142,16 +145,16 @@ class LoadXorStores(Checker):
 
 
 class NewBlockExclusive(Checker):
-    """NEW_BLOCK_EXCLUSIVE: no request is given a block to fill that another running request has in its table.
+    """NEW_BLOCK_EXCLUSIVE: a request gets no new block that another running request has in its table.
 
-    Requests share only the blocks of vLLM's prefix cache. These are at the front of a new table, up to the computed
-    tokens of the lookup. The request alone fills those after them.
+    Requests share only the blocks of vLLM's prefix cache. In a new table, these blocks are at the front, up to the
+    computed tokens of the lookup. The blocks after them are new, and only this request fills them.
 
-    Verifies: at the first step after an allocation, and at each step that extends a table, that no other request that
-    computes held one of the new blocks before, or got it as a new one in the same step.
-    Does not verify: groups with a window and requests whose load has failed, whose blocks vLLM frees without a hook;
-    blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests; if the audit begins in the middle of a log, an
-    allocation before that, and blocks of the prefix cache until the next step.
+    Verifies: at the first step after an allocation, and at each step that extends a table, no other request with
+    computed tokens has one of the new blocks: neither from before, nor as a new block of the same step.
+    Does not verify: groups with a window and requests whose load has failed, because vLLM frees their blocks without a
+    hook; blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests; if the audit begins in the middle of a
+    log, allocations before its start, and blocks of the prefix cache until the next step.
     """
 
     rule = "NEW_BLOCK_EXCLUSIVE"
@@ -161,7 +164,8 @@ class NewBlockExclusive(Checker):
         self._allocated: set[int] = set()
         """Ordinals of lives with an allocation since the last step."""
         self._suspects: list[tuple[int, int, int, int]] = []
-        """(sequence number of an allocation since that step, ordinal, new block, ordinal of a life that had it)."""
+        """(sequence number of an allocation since the last step, ordinal, new block, ordinal of another life that had
+        the block)."""
 
     def begin(self) -> None:
         """Assume that each life was given blocks since the last step."""
@@ -190,7 +194,7 @@ class NewBlockExclusive(Checker):
         self._suspects.clear()
 
     def _shares(self, holder: Life, block_id: int) -> bool:
-        """Whether the holder got, or may have got, the block from vLLM's prefix cache in this step."""
+        """Whether the holder got, or may have got, the block from vLLM's prefix cache since the last step."""
         if holder.num_old == NEVER:  # its lookup came before the audit began
             return True
         return holder.ordinal in self._allocated and block_id in self.tables.of(holder.ordinal)[: holder.num_old]
@@ -200,5 +204,7 @@ class NewBlockExclusive(Checker):
         if life is None or holder is None or life.quarantined:
             return
         if self.lives.num_computed_tokens(life) > 0 and self.lives.num_computed_tokens(holder) > 0:
-            detail = f"it is given block {block_id} to fill, which the running request {holder.request_id!r} has"
+            detail = (
+                f"the request gets block {block_id} as a new one, but the running request {holder.request_id!r} has it"
+            )
             self.broken(detail, *evidence, request_id=life.request_id)

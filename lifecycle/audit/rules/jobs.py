@@ -15,16 +15,17 @@ class CompletionOnce(Checker):
 
     Verifies: of jobs:
 
-    - Each id is issued once.
-    - Reports are about jobs in flight, or saves that were given up, and come from ranks that exist and have not
-      reported the job yet, unless they were asked to report again. A load that was given up counts as reported, because
-      its blocks may belong to another request by then.
-    - Settlements are about jobs in flight, and of their kind.
-    - Another connector of a `MultiConnector` reports no end that vLLM must not have (`end.refused`), and no block as
-      not filled while an asynchronous load still fills it. kvledger's workers report no blocks of asynchronous loads.
+    - Each job id is issued once.
+    - A report is about a job in flight, or about a save that was given up. It comes from ranks that exist and have not
+      reported the job before. If the workers were asked to report again, the job may be settled and the ranks may have
+      reported it. A load that was given up counts as settled, because its blocks may belong to another request by then.
+    - `load.completed` and `load.failed` settle a load in flight, `save.completed` and `save.failed` a save in flight.
+    - Another connector of a `MultiConnector` reports no end that vLLM must not get (`end.refused`). It reports no block
+      as not filled while an asynchronous load fills that block. kvledger's workers report no blocks of asynchronous
+      loads.
 
-    Does not verify: whether a job may be settled yet, and as what (RANK_AGREEMENT); jobs that are never settled
-    (LIVENESS).
+    Does not verify: whether a job may be settled at that time, and whether it completed or failed (RANK_AGREEMENT);
+    jobs that are never settled (LIVENESS).
     """
 
     rule = "COMPLETION_ONCE"
@@ -73,7 +74,8 @@ class CompletionOnce(Checker):
                 self.broken(detail, job.sequence, request_id=job.request_id)
             if foreign:
                 detail = (
-                    f"job {job.job_id} was reported by ranks {foreign}, but there are {len(self.copies.every_rank)}"
+                    f"job {job.job_id} was reported by ranks {foreign}, "
+                    f"but there are only {len(self.copies.every_rank)} ranks"
                 )
                 self.broken(detail, job.sequence, request_id=job.request_id)
 
@@ -95,12 +97,12 @@ class CompletionOnce(Checker):
 
 
 class RankAgreement(Checker):
-    """RANK_AGREEMENT: a job is settled when every rank has reported it, and one failed rank fails it for all.
+    """RANK_AGREEMENT: a job is settled when every rank has reported it, and it fails if one rank failed.
 
-    Verifies: a job completes only if every rank has done it. A load that fails because of a report was reported by
-    every rank. The slots of a failed save are free if and only if every rank has reported it, because another rank may
-    still copy. A report in which no rank failed has no error.
-    Does not verify: that every rank was given the same jobs; loads that were given up because a rank did not report.
+    Verifies: a job completes only if every rank has reported it as done. A load that fails because of a report was
+    reported by every rank. The slots of a failed save are free if and only if every rank has reported the save, because
+    a rank without a report may still write into them. A report in which no rank failed contains no error.
+    Does not verify: that every rank got the same jobs; loads that were given up because a rank did not report.
     """
 
     rule = "RANK_AGREEMENT"
@@ -133,7 +135,7 @@ class RankAgreement(Checker):
 
     def _disagreed(self, event: Settled, job: Copy) -> None:
         detail = (
-            f"{event.id} for job {event.job_id}, of {len(self.copies.every_rank)} ranks, "
+            f"{event.id} for job {event.job_id}, but of {len(self.copies.every_rank)} ranks, "
             f"{len(job.ranks_done)} reported it as done and {len(job.ranks_failed)} as failed"
         )
         self.broken(detail, job.sequence, event.cause)
@@ -142,10 +144,13 @@ class RankAgreement(Checker):
 class Liveness(Checker):
     """LIVENESS: workers are asked about an overdue copy, and the copy fails if it stays unreported.
 
-    Verifies: at each step, a job that was overdue at the step before, by `max_silent_steps` and `max_silent_ms`, was
-    reported since, or the workers were asked about it, or, if they had been asked before, it was given up.
-    Does not verify: jobs that were not overdue yet at the last recorded step; an engine that waits records a step only
-    now and then. RECORDED reports that a job was given up.
+    A job is overdue more than `max_silent_steps` steps and more than `max_silent_ms` milliseconds after its issue. A
+    reminder of the job, and the first question to the workers about it, begin this time anew.
+
+    Verifies: each job that was overdue at a step is settled by the next step, or the workers have been asked about it
+    by then. If they had been asked before, it is settled, for example given up.
+    Does not verify: jobs that were not overdue yet at the last recorded step. An engine that only waits records few
+    steps. RECORDED reports that a job was given up.
     """
 
     rule = "LIVENESS"
@@ -153,9 +158,9 @@ class Liveness(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._overdue: list[tuple[int, int]] = []
-        """(job id, step since which it is silent) of each overdue job at the last step."""
+        """(job id, `Copy.since_step`) of each job that was overdue at the last step."""
         self._named: set[int] = set()
-        """Jobs in flight that were overdue at two steps; each is reported once."""
+        """Jobs in flight for which a violation was reported, so that each is reported once."""
         self._max_silent_steps = model.configuration.max_silent_steps
         self._max_silent_ns = model.configuration.max_silent_ms * 1_000_000
 
@@ -187,19 +192,19 @@ class Liveness(Checker):
 
 
 class DeliveredOnce(Checker):
-    """DELIVERED_ONCE: a job is handed out once, and each end that vLLM waits for is reported to it once.
+    """DELIVERED_ONCE: a job is handed out once, and each end for which vLLM waits is reported to vLLM once.
 
-    Verifies: of what the connector hands out:
+    Verifies: of everything that the connector hands out:
 
-    - A job is in flight and was not handed out before. A reminder was decided.
-    - A load that is reported as in place or failed was asynchronous, claimed, and settled so.
-    - A request is reported as sent if it ended while a copy read its blocks, and no copy reads them any more.
-    - Blocks that are reported as not filled are those of a load that was refused or not handed out.
-    - An end is reported before the second step after it is due, if the log has `hooks.exchanged`.
-    - A load is not refused after it was issued, unless a hook failed in between.
+    - A job that is handed out is in flight and was not handed out before. A reminder that is handed out was decided.
+    - A load that is reported as received or failed was claimed, was asynchronous, and ended in that way.
+    - A request is reported as sent only if it ended while a copy read its blocks, and if no copy reads them any more.
+    - A block is reported as not filled only if its load was refused or not handed out.
+    - An end that is due is reported before the second step after that, if the log has `hooks.exchanged`.
+    - A load that was issued is not refused, unless a hook failed in between.
 
-    Does not verify: that jobs and reminders are handed out at all (COPY_IN_TIME, LIVENESS); what was due before an
-    audit that begins in the middle of a log, after the model was declined, or after the ledger became corrupt.
+    Does not verify: that jobs and reminders are handed out at all (COPY_IN_TIME, LIVENESS); deliveries that became due
+    before the audit's start, after the model was declined, or after the ledger became corrupt.
     """
 
     rule = "DELIVERED_ONCE"
@@ -213,9 +218,9 @@ class DeliveredOnce(Checker):
         self._reminders: set[int] = set()
         self._promised: set[int] = set()
         self._waiting: dict[int, str] = {}
-        """Ordinal of a life that waits for the end of a load → "", "received" or "failed"."""
+        """Ordinal of a life that waits for the end of a load → "received" or "failed"; empty: the load is not over."""
         self._load_of: dict[int, int] = {}
-        """Ordinal of such a life → job id of the load. An earlier load of it, within a step, may still be reported."""
+        """Ordinal of a life in `_waiting` → job id of that load. An earlier load of the life may still be reported."""
         self._kept: set[int] = set()
         """Ordinals of ended lives whose blocks vLLM keeps for a copy."""
         self._loads: dict[int, tuple[int, ...]] = {}
@@ -224,7 +229,8 @@ class DeliveredOnce(Checker):
         self._held: set[int] = set()
         """Ordinals of ended lives whose blocks kvledger asked vLLM to keep."""
         self._due: dict[int, tuple[str, int, int]] = {}
-        """Ordinal of a life whose end is due → the end, steps in the log when it became due, and that event."""
+        """Ordinal of a life with an end that is due → (the end, number of steps when it became due, sequence number of
+        the event that made it due)."""
         self._claimed_for = e.NO_LIFE
         """Ordinal of the life for which the current hook issued a load."""
         self._is_own = False
@@ -232,7 +238,7 @@ class DeliveredOnce(Checker):
         self._is_over = False
 
     def begin(self) -> None:
-        """Judge only lives and jobs that begin from here on."""
+        """Check only lives and jobs that begin after the audit's start."""
         self._first_ordinal = self.lives.num_arrived
         self._first_job = 1 + self.copies.last_id
 
@@ -253,7 +259,7 @@ class DeliveredOnce(Checker):
         life = self.lives.get(event.request_id)
         ordinal = e.NO_LIFE if life is None else life.ordinal
         if life is not None and ordinal == self._claimed_for:
-            self.broken("its load is refused after it was issued", request_id=event.request_id)
+            self.broken("the load of the request is refused after it was issued", request_id=event.request_id)
         elif ordinal in self._promised or ordinal in self._waiting:
             self._promised.discard(ordinal)
             self._waiting[ordinal] = "failed"
@@ -411,5 +417,5 @@ class DeliveredOnce(Checker):
     def _blocks_reported(self, event: e.EffectsDelivered) -> None:
         unknown = sorted(set(event.block_ids) - self._unfilled)
         if unknown and not self._first_job:
-            self.broken(f"blocks {unknown} are reported as not filled, but no load was to")
+            self.broken(f"blocks {unknown} are reported as not filled, but no load was to fill them")
         self._unfilled.difference_update(event.block_ids)

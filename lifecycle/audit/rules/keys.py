@@ -1,4 +1,4 @@
-"""Keys: which prefix a key names, and what a reset does to it."""
+"""Keys: which prefix a chunk key identifies, and which chunks a reset invalidates."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _PREFIX_BYTES = 4
 
 
 class KeyIdentity(Checker):
-    """KEY_IDENTITY: a chunk key names one prefix, and so one position.
+    """KEY_IDENTITY: a chunk key identifies one prefix, and therefore one position.
 
-    The same key never names chunks at two positions, after two different chunks, or with two different vLLM hashes of
-    their last block.
+    The same key never belongs to chunks at two positions, to chunks that follow different chunks, or to chunks whose
+    last blocks have different hashes in vLLM.
 
     Verifies: this for the last 65536 keys of the log, over all requests. The keys of a request have no gap. A key is
     vLLM's hash of the chunk's last block, cut to 16 bytes, if chunks are whole blocks and the request has no adapter,
-    no given embeddings and is no pooling request; otherwise it is not that hash. The log has the first 4 bytes of
-    vLLM's hash, which are read separately from the key.
-    Does not verify: that a key covers everything else that the KV depends on, such as salt, adapter, media and weights:
-    the log has keys made from tokens, not the tokens. A key that is not vLLM's hash, such as that of a chunk smaller
-    than a block, is compared only with equal keys, and not by the tokens after the last whole block. A key for which
-    the log has no hash of vLLM is not compared with one.
+    no given embeddings and is no pooling request. In all other cases the key differs from that hash. The check uses the
+    first 4 bytes of vLLM's hash, which kvledger reads separately from the key.
+    Does not verify: that a key covers everything else on which the KV depends, such as salt, adapter, media and
+    weights, because the log has only the keys. A key that is not vLLM's hash, such as the key of a chunk smaller than a
+    block, is compared only with equal keys; tokens after the last whole block are not compared. If the log has no hash
+    of vLLM for a key, the key is not compared with one.
     """
 
     rule = "KEY_IDENTITY"
@@ -36,25 +36,25 @@ class KeyIdentity(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._known: OrderedDict[bytes, tuple[int, bytes, bytes, int]] = OrderedDict()
-        """Key → its chunk number, the key of the chunk before it (empty: none), the first bytes of vLLM's hash of its
-        last block (empty: not known), and the event that recorded it first."""
+        """Key → (chunk number, key of the chunk before it, first bytes of vLLM's hash of the chunk's last block,
+        sequence number of the event that first recorded the key). Empty: no chunk before it, or hash not known."""
 
     @on(e.ChunkKeysObserved)
     def _observed(self, event: e.ChunkKeysObserved) -> None:
-        """Compare the position of each key with its earlier one."""
+        """Compare each key's position and hash with those that were recorded for the key before."""
         parent = b""
         if event.first_chunk:
             if self.moment.life is None:
                 return
             known = self.moment.life.keys
             if event.first_chunk > len(known):
-                detail = f"keys of chunks from {event.first_chunk} on, but chunk {len(known)} has no key"
+                detail = f"the event has keys of chunks from {event.first_chunk} on, but chunk {len(known)} has no key"
                 self.broken(detail)
                 return
             parent = known[event.first_chunk - 1]
         prefixes = _prefixes(event)
         if len(prefixes) != len(event.keys):
-            self.broken(f"{len(event.keys)} keys, but {len(prefixes)} block hashes to check them with")
+            self.broken(f"the event has {len(event.keys)} keys, but {len(prefixes)} block hashes to check them with")
             return
         for chunk, (key, prefix) in enumerate(zip(event.keys, prefixes, strict=True), event.first_chunk):
             named = (chunk, parent, prefix, self.moment.sequence)
@@ -64,8 +64,8 @@ class KeyIdentity(Checker):
                 self.broken(f"key {key.hex()} of chunk {chunk} {wrong}", known_at)
                 break
             if known_chunk != chunk or known_parent != parent:
-                after = "after another prefix" if parent != known_parent else "after the same chunk"
-                detail = f"key {key.hex()} names chunk {chunk}, {after}; it named chunk {known_chunk} before"
+                after = "after another prefix" if parent != known_parent else "after the same prefix"
+                detail = f"key {key.hex()} names chunk {chunk} {after}, but it named chunk {known_chunk} before"
                 self.broken(detail, known_at)
                 break
             parent = key
@@ -74,7 +74,7 @@ class KeyIdentity(Checker):
 
 
 def _prefixes(event: e.ChunkKeysObserved) -> list[bytes]:
-    """Return the first bytes of vLLM's hash of each chunk's last block; empty if not known."""
+    """Return the first bytes of vLLM's hash of each chunk's last block; empty for a chunk without a known hash."""
     if not event.hash_prefixes:
         return [b""] * len(event.keys)
     firsts = range(0, len(event.hash_prefixes), _PREFIX_BYTES)
@@ -83,24 +83,24 @@ def _prefixes(event: e.ChunkKeysObserved) -> list[bytes]:
 
 
 def _wrong_hash(event: e.ChunkKeysObserved, key: bytes, prefix: bytes, known_prefix: bytes) -> str:
-    """Return what contradicts vLLM's hash of the chunk's last block; empty if nothing does."""
+    """Return, in words, how a key contradicts vLLM's hash of the chunk's last block; empty if it does not."""
     if not prefix:
         return ""
     if known_prefix and prefix != known_prefix:
-        return f"names a chunk whose last block has hash {prefix.hex()}…; before, it had {known_prefix.hex()}…"
+        return f"names a chunk whose last block has hash {prefix.hex()}…, but the hash was {known_prefix.hex()}… before"
     if event.are_block_hashes and not key.startswith(prefix):
         return f"is not vLLM's hash of the chunk's last block, {prefix.hex()}…"
     if not event.are_block_hashes and key.startswith(prefix):
-        return "is vLLM's hash of the chunk's last block, which leaves out what the chunk's KV depends on"
+        return "is vLLM's hash of the chunk's last block, which does not cover everything on which the KV depends"
     return ""
 
 
 class ResetEpoch(Checker):
     """RESET_EPOCH: nothing that was cached before a reset is offered after it.
 
-    Verifies: every chunk of an answered hit, and the tail at its end, was committed since the last reset by a save
-    issued since then. Nothing that a request had computed at a reset is saved until the request begins anew. A
-    session's next turn is no new beginning.
+    Verifies: every chunk of an answered hit, and the tail at its end, was saved since the last reset, by a save that
+    was issued since then. A request that had computed tokens at the reset saves nothing until it begins anew, for
+    example after a preemption. A session's next turn is no new beginning.
     Does not verify: data that survives a reset and is never offered; the engine's own prefix cache; loads that were in
     flight during the reset.
     """
@@ -120,7 +120,7 @@ class ResetEpoch(Checker):
     def _issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
         life = self.moment.life
         if life is not None and event.generation == life.stale_generation:
-            detail = f"save {event.job_id} copies what was computed on top of KV from before the reset"
+            detail = f"save {event.job_id} copies tokens that were computed on top of KV from before the reset"
             self.broken(detail, self._reset_at, event.cause)
 
     @on(e.CacheReset)
@@ -131,7 +131,10 @@ class ResetEpoch(Checker):
         num_chunks, of_tail = divmod(event.num_hit_tokens, self.layout.chunk_size)
         tail = self.tails.saved(self.moment.life)
         if of_tail and (tail is None or tail.end_token != event.num_hit_tokens):
-            detail = f"the hit of {event.num_hit_tokens} tokens counts a tail of {of_tail}, not saved since the reset"
+            detail = (
+                f"the hit of {event.num_hit_tokens} tokens includes a tail of {of_tail} tokens, "
+                "which was not saved since the reset"
+            )
             self.broken(detail, self._reset_at, event.cause)
             return
         life = self.moment.life
@@ -139,11 +142,14 @@ class ResetEpoch(Checker):
             return
         for chunk, key in enumerate(life.keys[:num_chunks]):
             if key not in self.chunks and not self._left_since(key):
-                detail = f"the hit of {event.num_hit_tokens} tokens counts chunk {chunk}, not saved since the reset"
+                detail = (
+                    f"the hit of {event.num_hit_tokens} tokens includes chunk {chunk}, "
+                    "which was not saved since the reset"
+                )
                 self.broken(detail, self._reset_at, event.cause)
                 return
 
     def _left_since(self, key: bytes) -> bool:
-        """Whether the chunk was evicted or tainted after the reset. LOADABLE_AFTER_COMMIT reports a load of it."""
+        """Whether the chunk was evicted or tainted after the reset. LOADABLE_AFTER_COMMIT reports loads of it."""
         departed = self.chunks.departed(key)
         return departed is not None and departed.sequence > self._reset_at

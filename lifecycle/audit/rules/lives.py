@@ -19,19 +19,19 @@ _OF_A_JOB = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.Tra
 class LegalTransition(Checker):
     """LEGAL_TRANSITION: every event is allowed in its request's state, and every decision follows its cause.
 
-    Verifies: the tables have a row, in phase and blocks, for every request event and for every request that a step
-    schedules. A step schedules only requests that exist, and pauses only requests that decode one token per step. A
-    request id arrives again only after its earlier life has finished. The cause of every decision is the last
-    observation before it.
-    Does not verify: that the live state follows the rows, which the reference machines of every audit show; further
-    observations about a quarantined request; reports about jobs of an earlier life of the id (GEN_ISOLATION); that the
-    tables are right.
+    Verifies: the transition tables of `phase` and `blocks` have a row for every request event, and for every request
+    that a step schedules. A step schedules only requests that exist, and pauses only steady requests. A request id
+    arrives again only after its earlier life has finished. Every decision names the last observation before it as its
+    cause.
+    Does not verify: that the live state follows the rows, which every audit checks with the reference machines;
+    observations about a request that is already quarantined; reports about jobs of an earlier life of the id
+    (GEN_ISOLATION); that the tables are right.
     """
 
     rule = "LEGAL_TRANSITION"
 
     def visits(self) -> Visits:
-        """Return the marked methods, and `_look` for all other events of requests."""
+        """Return the marked methods, and `_look` for every event of a request except arrivals."""
         events = [event for event in self.model.request_events if event is not e.RequestArrived]
         return [*super().visits(), *((event, self._look) for event in events)]
 
@@ -85,11 +85,11 @@ _OfBlocks = e.SaveIssued | e.TailSaveIssued | e.SaveDeclined | e.ChunksEvicted
 class GenIsolation(Checker):
     """GEN_ISOLATION: a decision about one generation of a request does not reach another generation.
 
-    Verifies: a decision about a job names the life (request, ordinal, generation) that the job was issued for. Any
-    other decision names the present one. After a preemption, saves of the lost blocks, declined saves and evictions for
-    them name the generation before.
-    Does not verify: that an event of another generation leaves the request's state as it was, which the reference
-    machines of every audit show; that the bytes went to the right generation's blocks.
+    Verifies: a decision about a job names the life (request, ordinal, generation) for which the job was issued. Any
+    other decision names the present generation of the present life. After a preemption, decisions about the lost blocks
+    (saves, declined saves, and evictions for these saves) name the generation before the preemption.
+    Does not verify: that an event of another generation leaves the request's state unchanged, which every audit checks
+    with the reference machines; that the bytes went to the blocks of the right generation.
     """
 
     rule = "GEN_ISOLATION"
@@ -102,7 +102,7 @@ class GenIsolation(Checker):
 
     @on(e.SaveIssued, e.TailSaveIssued, e.SaveDeclined)
     def _of_blocks(self, event: _OfBlocks) -> None:
-        """Check against the generation of the blocks: those that a preemption took, or those that the request has."""
+        """Check that the event names the generation of its blocks: the one before a preemption, or the present one."""
         if self.moment.life is not None:
             self._of_blocks_of(self.moment.life, event)
 
@@ -164,17 +164,17 @@ class FinishIsLast(Checker):
         finished_at = 0 if self.moment.life is None else self.moment.life.finished_at
         if isinstance(event, e.SaveIssued) and event.cause == finished_at:
             return
-        detail = f"{event.id}, job {event.job_id}, after the request had finished"
+        detail = f"{event.id} begins job {event.job_id} after the request had finished"
         self.broken(detail, finished_at, event.cause)
 
 
 class ReleaseAll(Checker):
-    """RELEASE_ALL: a finished request without jobs in flight is released, and no other.
+    """RELEASE_ALL: a request is released if and only if it has finished and has no job in flight.
 
-    Verifies: a release is about the present life and generation of the id, and no job of it is in flight. At the first
-    step after its end or its last job, whichever is later, a request has been released.
-    Does not verify: that projections have forgotten the request, which their tests do; what the adapter or the engine
-    keeps.
+    Verifies: a release names the present life and generation of the request id, and no job of this life is in flight. A
+    finished request is released before the first step that follows its end and its last job.
+    Does not verify: that projections forget the request, which their tests check; what the adapter or the engine keeps
+    about the request.
     """
 
     rule = "RELEASE_ALL"
@@ -185,7 +185,7 @@ class ReleaseAll(Checker):
         """Ordinals of lives that have finished and are not released."""
 
     def begin(self) -> None:
-        """Take over the requests that have finished and are not released."""
+        """Read from the model which requests have finished and are not released."""
         self._finished.update(life.ordinal for life in self.lives if life.state is RequestState.FINISHED)
 
     @on(e.RequestFinished)
@@ -204,7 +204,7 @@ class ReleaseAll(Checker):
             )
         elif self.copies.owes(event.ordinal):
             jobs = [job.job_id for job in self.copies.of_life(event.ordinal)]
-            detail = f"released, but its jobs {jobs} are in flight"
+            detail = f"the request is released, but its jobs {jobs} are in flight"
         else:
             return
         self.broken(detail, finished_at, event.cause)
@@ -215,5 +215,5 @@ class ReleaseAll(Checker):
             self._finished.discard(ordinal)
             life = self.lives.of(ordinal)
             if life is not None:
-                detail = "finished and has no copy in flight, but was not released by the next step"
+                detail = "the request has finished and has no copy in flight, but was not released before the next step"
                 self.broken(detail, life.finished_at, request_id=life.request_id)

@@ -11,21 +11,21 @@ from kvledger.lifecycle.reader.records import NEVER, Copy, Life
 
 
 class LookupPure(Checker):
-    """LOOKUP_PURE: an answer depends on the cache and on this call, not on earlier calls.
+    """LOOKUP_PURE: an answer depends on the cache and on its own lookup, not on earlier lookups.
 
     Verifies: of every answer:
 
-    - It is max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens), and 0 if the local hit
-      ends inside a block.
-    - It is asynchronous if and only if the log's header demands that for a load of so many tokens: always with several
-      groups of layers, never for an answer of 0.
-    - It repeats the question.
-    - It has the same hit and the same tokens as the request's previous answer, if nothing that they depend on has
-      changed.
+    - It offers max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens) tokens, and 0 if
+      vLLM's own prefix hit ends inside a block.
+    - It is asynchronous if and only if the settings in the log's header demand that for a load of so many tokens. With
+      several groups of layers a load is always asynchronous. An answer of 0 tokens never is.
+    - It has the token counts of its lookup.
+    - Its hit and its offered tokens are the same as in the request's previous answer, if nothing on which they depend
+      has changed.
 
     Does not verify: whether the last token is left to compute (LAST_TOKEN); whether a load that is not offered would be
     slower than computing (LONGEST_HIT); whether the recorded hit is stored. RESET_EPOCH and LOADABLE_AFTER_COMMIT find
-    promised tokens that are not; making the decision again finds all other differences.
+    offered tokens that are not stored. Making the decision again finds all other differences.
     """
 
     rule = "LOOKUP_PURE"
@@ -34,7 +34,7 @@ class LookupPure(Checker):
         super().__init__(model)
         self._asked: tuple[int, e.LookupRequested | None] = (0, None)
         self._answered: dict[str, tuple[int, tuple[object, ...], tuple[int, int]]] = {}
-        """Request id → (sequence number, all that the answer may depend on, the answer)."""
+        """Request id → (sequence number, everything on which the answer may depend, the answer)."""
         model.forgotten.at(LIFE, self._answered)
         self._forgets = model.layout.has_windows
 
@@ -52,12 +52,16 @@ class LookupPure(Checker):
             self._check_again(event, life)
 
     def _check_kind(self, event: e.LookupAnswered) -> None:
-        """With several groups, a failed load within a step would end the engine (scheduler.py, 0.32)."""
+        """Check whether the answer is asynchronous when its load must be.
+
+        With several groups every load must be, because a failed load within a step would end the engine
+        (scheduler.py, 0.32).
+        """
         num_tokens, async_from = event.num_external_tokens, self.configuration.async_load_tokens
         if self.layout.num_groups > 1:
             async_from = 0
         if event.is_async and not num_tokens:
-            self.broken("answered as asynchronous, but there is nothing to load", event.cause)
+            self.broken("the answer is asynchronous, but offers nothing to load", event.cause)
         elif num_tokens and event.is_async is not (async_from is not None and num_tokens >= async_from):
             kinds = ("within the step", "asynchronous")
             what = f"a load of {num_tokens} tokens is answered as {kinds[event.is_async]}"
@@ -65,14 +69,14 @@ class LookupPure(Checker):
 
     @on(e.LookupDeferred)
     def _compare(self, event: e.LookupAnswered | e.LookupDeferred) -> None:
-        """Check that the answer repeats the question."""
+        """Check that the answer has the token counts of its lookup."""
         asked_at, asked = self._asked
         if asked is None or asked_at != event.cause or asked.request_id != event.request_id:
             return
         if asked.num_computed_tokens != event.num_computed_tokens or asked.num_tokens != event.num_tokens:
             detail = (
-                f"asked with {asked.num_computed_tokens} of {asked.num_tokens} tokens computed, "
-                f"but {event.id} is for {event.num_computed_tokens} of {event.num_tokens}"
+                f"vLLM asked with {asked.num_computed_tokens} of {asked.num_tokens} tokens computed, "
+                f"but {event.id} has {event.num_computed_tokens} of {event.num_tokens}"
             )
             self.broken(detail, event.cause)
 
@@ -122,15 +126,15 @@ class LookupPure(Checker):
 
 
 class LongestHit(Checker):
-    """LONGEST_HIT: a lookup finds the whole stored prefix, and records why it is not longer or not used.
+    """LONGEST_HIT: a lookup finds the whole stored prefix, and records why the hit is not longer or not used.
 
-    The recorded hit covers the request's committed chunks up to the first gap, and then its own saved tail.
+    The recorded hit covers the request's committed chunks up to the first gap, and then the request's own saved tail.
 
-    Verifies: this for every answer, before any limit; and the recorded reason: the next chunk is missing or being
-    saved, the request is quarantined or computes first after a failed load, or the load would take longer than
-    computing.
-    Does not verify: hits that a sliding window limits (GROUP_AGREEMENT); a hit of more than is stored
-    (LOADABLE_AFTER_COMMIT, RESET_EPOCH); how much of the hit is answered (LOOKUP_PURE, GROUP_AGREEMENT).
+    Verifies: the hit of every answer, before any limit is applied. Also the recorded reason: the next chunk is missing
+    or being saved, the request is quarantined, the request must compute first after a failed load, or the load would
+    take longer than computing.
+    Does not verify: hits that a sliding window limits (GROUP_AGREEMENT); a hit of more tokens than are stored
+    (LOADABLE_AFTER_COMMIT, RESET_EPOCH); how much of the hit is offered (LOOKUP_PURE, GROUP_AGREEMENT).
     """
 
     rule = "LONGEST_HIT"
@@ -146,11 +150,11 @@ class LongestHit(Checker):
         if hit != event.num_hit_tokens:
             self.broken(f"a hit of {event.num_hit_tokens} tokens was found, but {hit} are stored", event.cause)
         elif reason != event.miss_reason:
-            detail = f"the reason for the end of the hit is {event.miss_reason}, but by the log it is {reason}"
+            detail = f"the recorded reason for the end of the hit is {event.miss_reason}, but the log shows {reason}"
             self.broken(detail, event.cause)
 
     def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str]:
-        """Return the hit in tokens and why it ends, computed from the log."""
+        """Return (hit in tokens, reason why the hit ends) as they follow from the log."""
         model = self.model
         hit = num_chunks * model.layout.chunk_size
         reason = self._why_chunks_end(life, num_chunks)
@@ -181,12 +185,16 @@ class LongestHit(Checker):
 class DeferBounded(Checker):
     """DEFER_BOUNDED: a lookup is deferred for a job in flight, and only a limited number of times.
 
-    A request has at most `max_deferred_lookups` deferred lookups in a row. Further ones for the same load need not
-    count, because a load ends by itself.
+    A request has at most `max_deferred_lookups` deferred lookups in a row. Further deferrals for the same load need not
+    count, because every load ends.
 
-    Verifies: the job is a save in flight; or another request's asynchronous load of chunks of this request, if vLLM's
-    prefix cache is on; or, with windows, any load in flight. The number in a row, which the checker counts itself.
-    Does not verify: whether waiting was worth it.
+    Verifies: the number of deferrals in a row is the one that the checker counts. The job is one of these:
+
+    - a save in flight
+    - if vLLM's prefix cache is on, an asynchronous load of another request that brings chunks of this request
+    - with sliding windows, any load in flight
+
+    Does not verify: whether it was worth waiting.
     """
 
     rule = "DEFER_BOUNDED"
@@ -195,7 +203,7 @@ class DeferBounded(Checker):
         super().__init__(model)
         self._in_a_row: dict[str, int] = {}
         self._last_load: dict[str, int] = {}
-        """Request id → job id for which its last lookup was deferred."""
+        """Request id → job id of the last deferral of the request's lookups."""
         model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._in_a_row)
         model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._last_load)
 
@@ -211,13 +219,13 @@ class DeferBounded(Checker):
         count = event.num_deferred if is_told_again else before + 1
         self._in_a_row[event.request_id], self._last_load[event.request_id] = count, event.job_id
         if job is None:
-            self.broken(f"deferred for job {event.job_id}, which is not in flight", event.cause)
+            self.broken(f"the lookup is deferred for job {event.job_id}, which is not in flight", event.cause)
         elif job.is_load and not self.layout.has_windows and not self._is_shared(job):
-            detail = f"deferred for load {event.job_id}, which brings none of the chunks that the request lacks"
+            detail = f"the lookup is deferred for load {event.job_id}, which brings no chunk that the request lacks"
             self.broken(detail, job.sequence, event.cause)
         maximum = self.configuration.max_deferred_lookups
         if count > maximum or event.num_deferred != count:
-            detail = f"deferred {count} times in a row (recorded: {event.num_deferred}), at most {maximum} are allowed"
+            detail = f"{count} deferrals in a row (recorded: {event.num_deferred}), but at most {maximum} are allowed"
             self.broken(detail, event.cause)
 
     def _is_shared(self, load: Copy) -> bool:

@@ -16,7 +16,7 @@ _STEPS_IN_FLIGHT: Final = 2
 """Steps that vLLM has at most in flight, besides one for each rank of a pipeline (`config/vllm.py`,
 max_concurrent_batches, 0.32). Their outputs may be missing at the end of a log."""
 _MAX_STEPS: Final = 64
-"""Steps whose copies' order is remembered. Later reports come only if the device is far behind."""
+"""Steps for which the order of copies is remembered. Reports of earlier steps come only if the device is far behind."""
 _NEVER: Final = (0, 0)
 _Numbers = dict[int, tuple[int, int]]
 """Rank → (number in the step, job id)."""
@@ -25,23 +25,25 @@ _Numbers = dict[int, tuple[int, int]]
 class CopyInTime(Checker):
     """COPY_IN_TIME: a copy begins and ends at its place in a step, and a step does not end without its copies.
 
-    Saves of blocks that a step may overwrite, and copies that it waits for, end before anything else in the step. Its
-    loads come next. Its other saves begin after the forward.
+    A step begins with saves of blocks that it may overwrite, and with the end of copies for which it waits. Its loads
+    come next. Its other saves begin after the forward.
 
     Verifies: of each reported copy whose moments were recorded:
 
     - It began in the step that handed it out: in `handle_preemptions` if it is a save before the forward, in
       `start_load_kv` if it is a load, else in `wait_for_save`.
-    - If it is not asynchronous, it ended in that hook, or everything that the device was given later comes after it.
-    - If a step waits for it, the same holds by that step's `handle_preemptions`.
-    - A load, or another save, began after the copies that had to precede it.
+    - If it is not asynchronous, it ended in the same hook, or everything that the device got later is executed after
+      the copy.
+    - If a step waits for it, the same holds for that step's `handle_preemptions`: it ended by then, in one of these
+      two ways.
+    - A load, or a save after the forward, began after the copies that had to precede it.
 
-    When a rank sends the output of a step, it has reported or begun the copies that this step and earlier ones wait
-    for, and those that it was asked about.
+    When a rank sends the output of a step, it has reported or begun all copies for which this step or an earlier one
+    waits, and all copies that it was asked about.
 
-    Does not verify: copies that were never reported, in steps after which no rank reported another one (LIVENESS,
-    SETTLED_AT_CLOSE); how soon the end of an asynchronous copy is reported; that the device kept the order; whether
-    vLLM called `start_load_kv` before the forward.
+    Does not verify: copies that were never reported, if no rank reported a later step (LIVENESS, SETTLED_AT_CLOSE); how
+    soon the end of an asynchronous copy is reported; that the device kept the order; whether vLLM called
+    `start_load_kv` before the forward.
     """
 
     rule = "COPY_IN_TIME"
@@ -49,9 +51,9 @@ class CopyInTime(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._preceding: dict[int, _Numbers] = {}
-        """Sequence number of an `EffectsDelivered` → the last end, in its step, of copies that must precede others."""
+        """Sequence number of `EffectsDelivered` → last end of copies that must precede others in it, by rank."""
         self._following: dict[int, _Numbers] = {}
-        """Likewise → the first begin of copies that must follow them."""
+        """Sequence number of a step's `EffectsDelivered` → first begin of copies that must follow these, by rank."""
         self._missing: set[int] = set()
         """Jobs in flight that were reported as missing."""
 
@@ -119,7 +121,7 @@ def _of(by_step: dict[int, _Numbers], delivered: int) -> _Numbers:
 
 
 def _is_due(job: Copy, delivered: int) -> bool:
-    """Whether the job's report must come before that step's output."""
+    """Whether the job's report must come before the output of the step with this `EffectsDelivered`."""
     if 0 < job.asked_at <= delivered:
         return True
     if job.is_async or not job.delivered_at:
@@ -164,9 +166,9 @@ def _place(moment: Moment, delivered: int) -> str:
 class SettledAtClose(Checker):
     """SETTLED_AT_CLOSE: when the log is closed, every copy that a step waited for is reported.
 
-    Verifies: at the note "connector shut down", each rank has reported each copy that is not asynchronous, unless it
-    was handed out with one of the last steps, whose output vLLM may not have processed. This needs a log that records
-    the outputs of such steps (`step.reported`).
+    Verifies: at the note "connector shut down", each rank has reported each copy that is not asynchronous. Copies of
+    the last steps are exempt, because vLLM may not have processed the outputs of these steps. The rule is checked only
+    if the log records such outputs (`step.reported`).
     Does not verify: asynchronous copies, which a shutdown may interrupt; logs without that note; copies in flight of a
     released request (RELEASE_ALL).
     """

@@ -1,4 +1,4 @@
-"""Blocks that are read: which requests have them during a save."""
+"""Blocks that are read: which requests have these blocks during a save."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 class SrcBlockStable(Checker):
     """SRC_BLOCK_STABLE: blocks do not change while an asynchronous save reads them, unless a step waits for the save.
 
-    Verifies: at every step, one of three holds for each asynchronous save: its request has the blocks in its table, in
-    the generation of the save; or the request has finished and its blocks are held; or a step waits for the save.
-    Does not verify: saves within a step, which are over when the next one begins; blocks that another connector gives
-    away; that the workers do wait.
+    Verifies: at every step, one of these holds for each asynchronous save:
+
+    - Its request is in the generation of the save, and has the blocks in its table.
+    - Its request has finished, and the blocks are held.
+    - A step waits for the save.
+
+    Does not verify: saves within a step, which end before the next step begins; blocks that another connector gives
+    away; that the workers really wait.
     """
 
     rule = "SRC_BLOCK_STABLE"
@@ -60,9 +64,9 @@ class SrcBlockStable(Checker):
 class BlockReuseFenced(Checker):
     """BLOCK_REUSE_FENCED: no request is given a block that a copy for another request still reads.
 
-    Verifies: no new block in an allocation or a step, beyond those shared from the prefix cache, is read by an
-    asynchronous save that no step waits for. This covers blocks that the save's request still has by the log, and
-    blocks held for the save.
+    Verifies: no allocation and no step gives a request a new block that an asynchronous save for another request reads.
+    Saves for which a step waits are exempt, and blocks shared from vLLM's prefix cache are not new. This covers blocks
+    that the save's request still has according to the log, and blocks held for the save.
     Does not verify: blocks that the save's request has lost (SRC_BLOCK_STABLE); saves within a step; the order of
     copies and forwards on the device.
     """
@@ -75,7 +79,7 @@ class BlockReuseFenced(Checker):
         """Block id → job id of an asynchronous save."""
 
     def begin(self) -> None:
-        """Take over the saves in flight."""
+        """Read the asynchronous saves in flight from the model."""
         for _, job in self.copies:
             if job.is_async and not job.is_load:
                 self._read_by |= dict.fromkeys(job.block_ids, job.job_id)
@@ -125,9 +129,10 @@ class BlockReuseFenced(Checker):
 class DelayFreeContract(Checker):
     """DELAY_FREE_CONTRACT: the blocks of a finished request are held once, and only for a copy that reads them.
 
-    Verifies: the end of that very request causes the hold. At that time an asynchronous save reads its blocks, and no
-    asynchronous load fills them. No request arrives under an id whose blocks are still held.
-    Does not verify: that vLLM was informed, and how often (TOLD_AS_DECIDED); when the blocks are freed (RELEASE_ALL).
+    Verifies: blocks are held because their own request ended. At that time an asynchronous save reads the blocks, and
+    no asynchronous load fills them. No request arrives under the id of a request whose blocks are still held.
+    Does not verify: whether, and how often, vLLM was asked to hold the blocks (TOLD_AS_DECIDED); when the blocks are
+    freed (RELEASE_ALL).
     """
 
     rule = "DELAY_FREE_CONTRACT"
@@ -146,13 +151,13 @@ class DelayFreeContract(Checker):
             return  # LEGAL_TRANSITION reports it
         held_before = life.held_at if life.held_at != self.moment.sequence else 0
         if held_before:
-            detail = "its blocks are held a second time"
+            detail = "the request's blocks are held a second time"
         elif event.cause != life.finished_at:
-            detail = "its blocks are held, but not because it ended"
+            detail = "the request's blocks are held, but not because the request ended"
         elif not self.copies.reads_blocks_of(life.ordinal):
-            detail = "its blocks are held, but no copy reads them"
+            detail = "the request's blocks are held, but no copy reads them"
         elif self.copies.is_loading(life.ordinal, life.generation, outside_steps=True):
-            detail = "its blocks are held for a save, but vLLM keeps them for a load, so it would get two ends"
+            detail = "the request's blocks are held for a save, but vLLM keeps them for a load and would get two ends"
         else:
             return
         self.broken(detail, life.finished_at, held_before)

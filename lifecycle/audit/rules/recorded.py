@@ -1,4 +1,4 @@
-"""Recorded: what the connector itself noticed."""
+"""Recorded: violations and failures that the connector itself noticed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Recorded(Checker):
 
     Each `invariant.violated` and each `hook.failed` counts as a violation of this rule.
 
-    Verifies: nothing itself. The detail begins with the rule that the connector checked, or names the hook. No other
-    checker can decide one of those rules, HANDLER_RAISED, from the log alone.
-    Does not verify: whether the connector was right. `kvledger verify` finds that out when it makes the decisions
-    again.
+    Verifies: nothing by itself. The detail of a violation begins with the rule that the connector found broken, or
+    names the hook that failed. One of these rules, HANDLER_RAISED, can be decided by no other checker, because the log
+    alone does not show it.
+    Does not verify: whether the connector was right. `kvledger verify` shows that when it makes the decisions again.
     """
 
     rule = "RECORDED"

@@ -12,16 +12,17 @@ from kvledger.lifecycle.reader.records import Life
 from kvledger.lifecycle.states import BlocksRegion
 
 _NUM_STEPS = 8
-"""Number of steps after which a step's tokens have settled: more than are in flight at a time."""
+"""Number of steps after which the tokens of a step have settled. It is more than vLLM has in flight at a time."""
 
 
 class SaveInterval(Checker):
-    """SAVE_INTERVAL: settled chunks of a decoding request are recorded for saving within an interval.
+    """SAVE_INTERVAL: settled chunks of a decoding request are recorded for saving within a save interval.
 
-    They are recorded when one chunk of the prompt, or after the prompt a whole interval, has settled.
+    In the prompt they are recorded when one chunk has settled, after the prompt when a whole interval has settled.
 
-    Verifies: this wherever the log has a request's settled tokens: in steps, at a preemption and at the end. The
-    request must have decoded for more than eight steps in a row, and the tokens of the last eight steps do not count.
+    Verifies: this wherever the log has a request's settled tokens: in steps, at a preemption and at the end. It is
+    checked if the request has decoded for more than eight steps in a row. The tokens of the last eight steps do not
+    count.
     Does not verify: requests that decode several tokens per step, are quarantined, or have KV from before a reset;
     chunks whose key was never known; a request that still decodes when the log ends.
     """
@@ -31,13 +32,13 @@ class SaveInterval(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._loaded: dict[str, int] = {}
-        """Request id → steps in the log when its load was settled. During a load no settled tokens are recorded."""
+        """Request id → steps in the log when a load was last settled. During a load no settled tokens are recorded."""
         chunk_size = self.configuration.chunk_size
         self._interval_chunks = max(1, -(-self.configuration.save_interval_tokens // chunk_size))
         model.forgotten.at(LIFE, self._loaded)
 
     def begin(self) -> None:
-        """Treat every load as just settled: the real step is not known."""
+        """Treat the last load of each request as just settled, because the real step is not known."""
         self._loaded.update((life.request_id, self.lives.num_steps) for life in self.lives)
 
     @on(e.LoadCompleted, e.LoadFailed)
@@ -70,7 +71,7 @@ class SaveInterval(Checker):
             threshold = (first_chunk // self._interval_chunks + 1) * self._interval_chunks * chunk_size
         if num_tokens - _NUM_STEPS >= threshold:
             detail = (
-                f"chunk {first_chunk} had to be saved or declined from {threshold} settled tokens on: there are "
-                f"{num_tokens}, and there were {num_tokens - _NUM_STEPS} {_NUM_STEPS} steps ago"
+                f"chunk {first_chunk} had to be saved or declined at {threshold} settled tokens, but was not: now "
+                f"{num_tokens} are settled, and {num_tokens - _NUM_STEPS} were {_NUM_STEPS} steps ago"
             )
             self.broken(detail, request_id=life.request_id)

@@ -19,10 +19,10 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 class ChunkComplete(Checker):
     """CHUNK_COMPLETE: only settled tokens are saved.
 
-    Verifies: every saved chunk and tail ends at or before the settled tokens that the log has by then, after a step, a
-    preemption or an end. At the end the last sampled token does not count, because it was never computed. A tail begins
-    where a chunk begins, and is shorter than a chunk.
-    Does not verify: that the number of settled tokens is right (SETTLED_EXACT), or the order of writes on the device.
+    Verifies: every saved chunk or tail ends within the settled tokens that the log has by then, from a step, a
+    preemption or an end. At a request's end the last sampled token does not count, because it was never computed. A
+    tail begins where a chunk begins, and is shorter than a chunk.
+    Does not verify: that the number of settled tokens is right (SETTLED_EXACT); the order of writes on the device.
     """
 
     rule = "CHUNK_COMPLETE"
@@ -54,14 +54,15 @@ _AT_THE_BEGINNING = (0, 0)
 
 
 class CursorLeFrontier(Checker):
-    """CURSOR_LE_FRONTIER: the save cursor moves forward only with settled chunks.
+    """CURSOR_LE_FRONTIER: a request's save cursor moves forward only over settled chunks.
 
-    When a step records settled chunks of a request, they begin where those of the last such step ended.
+    The save cursor is the first chunk that no step has recorded as settled yet. A step that records settled chunks of a
+    request records them from the cursor on.
 
-    Verifies: the first chunk that each step records, against a cursor of the checker's own and the settled tokens of
-    that step. A preemption, a failed load of the present generation, a rollback, a next turn and a reset move the
-    cursor back.
-    Does not verify: that the chunks in between were saved (STORE_CONTIGUOUS).
+    Verifies: each step records settled chunks of a request from the cursor on, and the cursor is not beyond the settled
+    tokens of that step. The checker computes the cursor itself. A preemption, a failed load of the present generation,
+    a rollback, a next turn and a reset move it back.
+    Does not verify: that the chunks before the cursor were saved (STORE_CONTIGUOUS).
     """
 
     rule = "CURSOR_LE_FRONTIER"
@@ -74,7 +75,7 @@ class CursorLeFrontier(Checker):
         model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._cursors)
 
     def begin(self) -> None:
-        """Mark each cursor as unknown until a step has it."""
+        """Mark each cursor as unknown until a step records it."""
         self._cursors.update((life.request_id, (NEVER, 0)) for life in self.lives)
 
     @on(e.StepScheduled)
@@ -110,7 +111,7 @@ class CursorLeFrontier(Checker):
             end_chunk = num_settled_tokens // chunk_size
             if num_chunks not in {first_chunk, NEVER} or first_chunk > end_chunk:
                 detail = (
-                    f"the save cursor is at chunk {first_chunk}, but {num_chunks} chunks were handled "
+                    f"the step records settled chunks from {first_chunk} on, but the cursor is at chunk {num_chunks} "
                     f"and {end_chunk} are settled"
                 )
                 self.broken(detail, sequence, request_id=request_id)
@@ -123,7 +124,7 @@ class _Accounted(msgspec.Struct, gc=False):
     """The chunks of one request that the log accounts for."""
 
     num_chunks: int = 0
-    """Number of leading chunks that are all accounted for."""
+    """Every chunk before this number is accounted for."""
     beyond: set[int] = msgspec.field(default_factory=set)
     end_chunk: int = 0
     """End of the settled chunks when they were last recorded."""
@@ -150,15 +151,15 @@ class _Accounted(msgspec.Struct, gc=False):
 
 
 class StoreContiguous(Checker):
-    """STORE_CONTIGUOUS: saves leave no hole, because no hit reaches beyond one.
+    """STORE_CONTIGUOUS: saves leave no gap, because no hit reaches beyond a gap.
 
-    Before a chunk of a request is saved, each chunk before it was in the pool, being saved, or declined.
+    When a chunk of a request is saved, each chunk before it is in the pool, is being saved, or was declined.
 
-    Verifies: this for every save, over a request's life. A chunk counts as in the pool if it was there when its tokens
-    were settled, lost or final, or is there when the later chunk is saved. It counts as declined if a reset or a
-    quarantine prevented its save.
+    Verifies: this for every save, over the whole life of a request. A chunk counts as in the pool if it was there when
+    a step, a preemption or an end recorded its tokens as settled, or is there when the later chunk is saved. It counts
+    as declined if a reset or a quarantine prevented its save.
     Does not verify: that settled chunks are saved at all, which the state handlers decide; what happens to a chunk
-    later.
+    after that.
     """
 
     rule = "STORE_CONTIGUOUS"
@@ -173,7 +174,7 @@ class StoreContiguous(Checker):
         model.forgotten.at(LIFE, self._accounts)
 
     def begin(self) -> None:
-        """Account for all chunks with known keys: their history is not recorded."""
+        """Account for all chunks with known keys, because their history is not known."""
         for life in self.lives:
             num_chunks = len(life.keys)
             self._accounts[life.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
@@ -231,7 +232,7 @@ class StoreContiguous(Checker):
 
     @on(e.SaveFailed)
     def _save_failed(self, _event: e.SaveFailed) -> None:
-        # So does one that was not saved because another save of it was in flight.
+        # A chunk that was not saved because another save of it was in flight stays accounted for, too.
         if self._known and self.copies.current is not None:
             self._look(keeps_known=True, gone=frozenset(self.copies.current.keys))
 
@@ -261,7 +262,7 @@ class StoreContiguous(Checker):
         return account
 
     def _pass_over(self, account: _Accounted, first_chunk: int) -> None:
-        """Account for chunks from before a reset, or of a quarantined request, which are not saved."""
+        """Account for settled chunks that are not saved, because the request is quarantined or its KV is stale."""
         for chunk in range(max(first_chunk, account.num_chunks), account.end_chunk):
             account.add(chunk)
 
@@ -272,7 +273,13 @@ class StoreContiguous(Checker):
         keeps_known: bool = False,
         gone: frozenset[bytes] = frozenset(),
     ) -> None:
-        """Account for the named chunks that are in the pool or being saved. Clear the list unless `keeps_known`."""
+        """Account for the chunks in `_known` that are in the pool or being saved.
+
+        Args:
+            is_reset: whether to account for all chunks in `_known`.
+            keeps_known: whether to keep `_known`; default: clear it.
+            gone: keys of chunks that count as in the pool, although they have just left it.
+        """
         known = self._known
         if not keeps_known:
             self._known = []
@@ -338,11 +345,11 @@ class _Taken(msgspec.Struct):
 class SettledSaved(Checker):
     """SETTLED_SAVED: settled chunks are saved at the latest when the request loses its blocks.
 
-    Verifies: when a request is preempted or ends, each of its settled chunks is in the pool, being saved, or declined.
-    The last token, which was never computed, does not count. The request must be trusted, in no load, and have nothing
-    from before a reset.
-    Does not verify: when a chunk is saved before that, which the state handlers decide; tails; what a save brought that
-    was in flight during a reset (RESET_EPOCH); models with sliding windows, which leave out chunks that no token sees
+    Verifies: when a request is preempted or ends, each of its settled chunks is in the pool, is being saved, or is
+    declined. At an end the last token does not count, because it was never computed. Requests are not checked if they
+    are quarantined, if a load for them is in flight, or if they have KV from before a reset.
+    Does not verify: when a chunk is saved before that, which the state handlers decide; tails; chunks whose save was in
+    flight during a reset (RESET_EPOCH); models with sliding windows, whose saves leave out chunks that no token sees
     any more.
     """
 
@@ -351,17 +358,18 @@ class SettledSaved(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._taken: _Taken | None = None
-        """Set until the next step, preemption or end; all decisions about it are recorded by then."""
+        """The last request that lost its blocks; None from the next step, preemption or end on, because all decisions
+        about it are recorded by then."""
 
     def visits(self) -> Visits:
-        """Return nothing if a group has a window."""
+        """Return the visits of the checker; none if a group has a window, because the rule is not checked then."""
         return [] if self.layout.has_windows else super().visits()
 
     @on(e.StepScheduled, e.RequestPreempted, e.RequestFinished)
     def _decided(self, _event: e.Event) -> None:
         taken, self._taken = self._taken, None
         if taken is not None and taken.chunks:
-            detail = f"it lost its blocks, but its settled chunks {taken.chunks} were neither saved nor declined"
+            detail = f"the request lost its blocks, but settled chunks {taken.chunks} were neither saved nor declined"
             self.broken(detail, taken.sequence, request_id=taken.request_id)
 
     @on(e.RequestPreempted)

@@ -10,15 +10,17 @@ from kvledger.lifecycle.reader.records import IssuedTail
 
 
 class LoadableAfterCommit(Checker):
-    """LOADABLE_AFTER_COMMIT: a load reads only what was completely saved, is in its slots, and was not removed since.
+    """LOADABLE_AFTER_COMMIT: a load reads only pages that were completely saved, not removed since, and in its slots.
 
-    Each slot of a load holds the page that it is read for: a page of a committed chunk of the request, or of its saved
-    tail. A chunk is committed if the latest of its commit, evict, taint and reset is the commit.
+    Each slot of a load holds the page for which the load reads it: a page of a committed chunk of the request, or of
+    the request's saved tail. A chunk is committed from the completion of its save until it is evicted or tainted, or
+    until a reset.
 
-    Verifies: this for each page of a load, in order, against chunks and tails that the audit follows itself. A chunk or
-    tail that ends inside a block reaches to the load's end. A tail is read only by a load that ends inside it, after
-    its save completed and before an event dropped it. There is a slot for each block.
-    Does not verify: the bytes in a slot; the blocks (LOAD_DST_EXCLUSIVE); pages that are left out (GROUP_AGREEMENT).
+    Verifies: this for each page of a load, in order. The audit computes chunks and tails itself. If a chunk or tail
+    ends inside a block, it reaches at least to the load's end. A tail is read only by a load that ends inside it, after
+    the save of the tail completed and before an event dropped the tail. A load has as many slots as blocks.
+    Does not verify: the bytes in a slot; the blocks of a load (LOAD_DST_EXCLUSIVE); pages that a load leaves out
+    (GROUP_AGREEMENT).
     """
 
     rule = "LOADABLE_AFTER_COMMIT"
@@ -64,7 +66,7 @@ class LoadableAfterCommit(Checker):
         if foreign and not found:
             detail = (
                 f"load {event.job_id} of tokens to {end_token} reads slots {foreign}, "
-                f"which do not hold the pages they are read for; {why_no_tail}"
+                f"which do not hold the pages for which they are read; {why_no_tail}"
             )
             self.broken(detail, tail_sequence, event.cause)
 
@@ -72,7 +74,7 @@ class LoadableAfterCommit(Checker):
         return slot == NO_SLOT and self.layout.has_windows
 
     def _slots_of_page(self, page: int, end_token: int, keys: list[bytes], tail: IssuedTail | None) -> list[int]:
-        """Return the slots that hold all tokens of the page that the load needs."""
+        """Return the slots that hold this page with all tokens that the load needs from it."""
         layout, of_page = self.layout, self.layout.tokens_of_page(page)
         end_token = min(end_token, of_page.stop)
         found = []
@@ -93,8 +95,9 @@ class LoadableAfterCommit(Checker):
 class SlotExclusive(Checker):
     """SLOT_EXCLUSIVE: a save writes only into free slots.
 
-    Verifies: the slots of every save, of chunks and of tails, are slots of the pool, each once, and belong to no
-    committed chunk, no saved tail, no copy in flight, and no save that was given up while a rank may still write.
+    Verifies: every save of chunks or of a tail has slots that exist in the pool, each once. These slots belong to no
+    committed chunk, no saved tail and no other copy in flight. They belong to no save that was given up and into which
+    a rank may still write.
     Does not verify: that the workers write into these slots and no others.
     """
 
@@ -109,7 +112,7 @@ class SlotExclusive(Checker):
             self.broken(f"save {event.job_id} writes into slot {slot}, {holder}", sequence, event.cause)
 
     def _holder_of(self, slot: int, event: e.SaveIssued | e.TailSaveIssued, key: bytes | None) -> tuple[str, int]:
-        """Return what needs the slot, in words, and the event that shows it (0: none)."""
+        """Return why the slot is not free, in words, and the sequence number of the event that shows this (0: none)."""
         model = self.model
         if not 0 <= slot < model.slots.num_slots:
             return f"but the pool has {model.slots.num_slots} slots", 0

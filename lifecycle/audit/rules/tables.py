@@ -16,12 +16,13 @@ from kvledger.lifecycle.states import RequestState
 
 
 class TableEq(Checker):
-    """TABLE_EQ: the block table computed from the log is the scheduler's own.
+    """TABLE_EQ: the block table that is computed from the log equals the scheduler's own table.
 
-    Verifies: at each step that records a request's counts, its computed table reaches to its last scheduled token. No
-    block occurs twice in an allocation or in the first step after it. The connector never recorded the scheduler's own
-    table (`blocks.observed`), which it does only if the two differ.
-    Does not verify: the position of each block, if the connector did not compare; tables of quarantined requests.
+    Verifies: if a step has a row for a request, the request's computed table reaches to its last scheduled token. No
+    block occurs twice in an allocation, or in the table at the first step after the allocation. The connector never
+    recorded the scheduler's own table (`blocks.observed`), which it does only if the two tables differ.
+    Does not verify: the position of each block, if the connector did not compare the tables; tables of quarantined
+    requests.
     """
 
     rule = "TABLE_EQ"
@@ -58,8 +59,8 @@ class TableEq(Checker):
             if num_blocks * block_size < num_tokens * num_groups:
                 life = self.lives.of(ordinal)
                 if life is not None and not life.quarantined:
-                    what = f"a table of {num_blocks} blocks of {block_size} tokens"
-                    self.broken(f"{num_tokens} tokens are scheduled on {what}", request_id=life.request_id)
+                    what = f"the table has only {num_blocks} blocks of {block_size} tokens"
+                    self.broken(f"{num_tokens} tokens are scheduled, but {what}", request_id=life.request_id)
 
 
 def _tokens(event: e.LoadIssued | e.TailSaveIssued) -> range:
@@ -75,15 +76,16 @@ def _twice(block_ids: Sequence[int]) -> list[int]:
 
 
 class SrcBlockOwned(Checker):
-    """SRC_BLOCK_OWNED: a save copies the request's own blocks, those of its chunks or its tail.
+    """SRC_BLOCK_OWNED: a save copies from the request's own blocks, where its chunks or its tail are.
 
     Verifies: of every save:
 
-    - Its source blocks are those of its chunks in the table computed from the log, in order. Each chunk occurs once.
-    - A tail is copied from the blocks of its tokens in the table that the request lost.
-    - Free blocks are copied before the step's forward, and no others are. With sliding windows this is not checked.
-    - It is asynchronous only if the configuration allows it, and never after a preemption. With sliding windows this is
-      not checked.
+    - It copies from the blocks that its chunks have in the table computed from the log, in order. Each chunk occurs
+      once.
+    - A tail is copied from the blocks that its tokens had in the table that the request lost.
+    - A save precedes the step's forward if and only if its blocks are free. With sliding windows this is not checked.
+    - A save is asynchronous only if the configuration allows it, and never after a preemption. With sliding windows
+      this is not checked.
 
     Does not verify: that the computed table is the scheduler's (TABLE_EQ); that the blocks do not change until the copy
     is done (SRC_BLOCK_STABLE); saves that a finished request must not get (FINISH_IS_LAST).
@@ -145,19 +147,19 @@ class SrcBlockOwned(Checker):
 
 
 class GroupAgreement(Checker):
-    """GROUP_AGREEMENT: a load brings every group what the next token sees; a save reads nothing that a window has left.
+    """GROUP_AGREEMENT: a load brings all pages that the next token sees; a save reads no page that a window has left.
 
-    A load ends at one token for all groups. With full attention alone there is nothing to verify.
+    A load ends at the same token in all groups. With full attention alone there is nothing to verify.
 
     Verifies: with sliding windows:
 
-    - An answer ends at the last token of the usable hit after which all is stored that the next token's windows see. An
-      answer of 0 means that there is no such token, or that another request's load is in flight.
-    - A load copies a page if and only if its group sees the page at the load's end.
-    - A save reads a page only if its group still saw it at the settled tokens that the log had by then, or left it just
-      then and the copy precedes the forward.
+    - An answer ends at the last token of the usable hit after which all pages are stored that the windows of the next
+      token see. An answer of 0 tokens means that there is no such token, or that another request's load is in flight.
+    - A load copies a page if and only if the token after the load sees the page.
+    - A save reads a page only if the window still saw it at the latest settled tokens in the log. A save before the
+      forward may also read pages that the window has just left.
 
-    Does not verify: that the windows in the log's header are the model's; which blocks vLLM had freed.
+    Does not verify: that the log's header has the windows of the model; which blocks vLLM had freed.
     """
 
     rule = "GROUP_AGREEMENT"
@@ -165,18 +167,18 @@ class GroupAgreement(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._leaving: dict[str, tuple[int, int]] = {}
-        """Request id → (settled tokens, sequence number) of each `window.left` since the last step."""
+        """Request id → (settled tokens, sequence number) of the last `window.left` since the last step."""
         self._left: dict[str, tuple[int, int]] = {}
-        """Likewise, of those right before the last step."""
+        """Request id → (settled tokens, sequence number) of the last `window.left` before the last step."""
         self._first_known_step = 0
         """Number of the first step for which each `window.left` before it is known."""
 
     def visits(self) -> Visits:
-        """Return nothing if no group has a window."""
+        """Return the visits of the checker; none if no group has a window, because the rule is not checked then."""
         return super().visits() if self.layout.has_windows else []
 
     def begin(self) -> None:
-        """Skip saves before the forward until two steps were scheduled: the windows left before are not known."""
+        """Skip saves before the forward until two steps were scheduled: earlier `window.left` events are not known."""
         self._first_known_step = self.lives.num_steps + 2
 
     @on(e.WindowLeft)
@@ -199,7 +201,7 @@ class GroupAgreement(Checker):
         self._check_save(event, self.layout.pages_of(_tokens(event)))
 
     def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
-        """Return the record about pages that a window is leaving, which must be copied before the forward."""
+        """Return the `window.left` after which a save before the forward may read pages; None for other saves."""
         if isinstance(event, e.TailSaveIssued) or not event.before_forward:
             return None
         known = self._left if event.cause == self.lives.last_steps[0] else self._leaving
@@ -225,14 +227,14 @@ class GroupAgreement(Checker):
             return  # LOOKUP_PURE reports an answer of more than is usable
         if answered == num_computed_tokens and any(job.ordinal != life.ordinal for job in self._loads()):
             return  # it waits for that load
-        what = f"answered tokens up to {answered} of a usable hit of {usable}"
-        self.broken(f"{what}, but the pages that windows see are stored for a load up to {end_token}", event.cause)
+        what = f"the answer ends at token {answered} of a usable hit of {usable} tokens"
+        self.broken(f"{what}, but the pages that windows see are stored for an end at {end_token}", event.cause)
 
     def _loads(self) -> Iterator[Copy]:
         return (job for job_id in self.copies.loads if (job := self.copies.get(job_id)) is not None)
 
     def _num_there(self, life: Life) -> int:
-        """Return the tokens of the life's committed chunks up to the first gap, and of its saved tail after them."""
+        """Return how many tokens of the life are stored without a gap: committed chunks, then the saved tail."""
         num_tokens, tail = self.chunks.num_committed(life) * self.layout.chunk_size, self.tails.saved(life)
         return tail.end_token if tail is not None and tail.first_token == num_tokens else num_tokens
 

@@ -14,9 +14,9 @@ from kvledger.lifecycle.states import BlocksRegion
 class LastToken(Checker):
     """LAST_TOKEN: a load leaves at least the last token to compute, because the engine needs its logits.
 
-    Verifies: at least one token is left to compute: by every answer to a hit of all known tokens, by every load, and at
-    the first step after an allocation.
-    Does not verify: that the engine computed it.
+    Verifies: an answer does not offer all known tokens, even if the hit covers them all. A load does not fill the last
+    known token. At the first step after an allocation, at least one token is still to compute.
+    Does not verify: that the engine computed this token.
     """
 
     rule = "LAST_TOKEN"
@@ -30,7 +30,7 @@ class LastToken(Checker):
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
         if event.num_computed_tokens + event.num_external_tokens == event.num_tokens <= event.num_hit_tokens:
-            detail = f"all {event.num_tokens} tokens are answered, but the last one must be computed"
+            detail = f"the answer covers all {event.num_tokens} tokens, but the last one must be computed"
             self.broken(detail, event.cause)
 
     @on(e.BlocksAllocated)
@@ -56,13 +56,13 @@ class LastToken(Checker):
 
 
 class AllocMatchesLookup(Checker):
-    """ALLOC_MATCHES_LOOKUP: the scheduler claims at most what it was answered, in the same life of the request.
+    """ALLOC_MATCHES_LOOKUP: the scheduler claims at most the offered tokens, in the same life of the request.
 
-    Verifies: an allocation that claims external tokens follows an answer for the same generation, of at least so many
-    tokens, that no other allocation has claimed and no preemption or reset has cancelled. A load reads exactly the
-    claimed tokens, from where the answer began. It is asynchronous if and only if the answer was, because vLLM decides
-    by the answer whether it schedules the request at once or waits for a report.
-    Does not verify: whether the answer was right (LOOKUP_PURE), or whether the tokens can still be loaded
+    Verifies: an allocation that claims external tokens follows an answer for the same generation that offered at least
+    as many tokens. No other allocation has claimed that answer, and no preemption or reset has cancelled it. A load
+    reads exactly the claimed tokens, beginning where the answer began. A load is asynchronous if and only if its answer
+    was: by the answer, vLLM decides whether it schedules the request at once or waits for a report.
+    Does not verify: whether the answer was right (LOOKUP_PURE); whether the tokens can still be loaded
     (LOADABLE_AFTER_COMMIT).
     """
 
@@ -76,7 +76,7 @@ class AllocMatchesLookup(Checker):
 
     def _check_allocation(self, event: e.BlocksAllocated, answer: Answer | None, life: Life) -> None:
         if answer is None:
-            self.broken(f"{event.num_external_tokens} external tokens were claimed that no lookup answered")
+            self.broken(f"{event.num_external_tokens} external tokens were claimed, but no answer offered them")
             return
         if answer.life != life.name:
             detail = (
@@ -100,7 +100,7 @@ class AllocMatchesLookup(Checker):
         if (event.first_token, event.num_tokens) != (first_token, allocation.num_external_tokens):
             detail = (
                 f"{event.num_tokens} tokens are loaded from token {event.first_token} on, "
-                f"but {allocation.num_external_tokens} from {first_token} on were claimed"
+                f"but {allocation.num_external_tokens} tokens from token {first_token} on were claimed"
             )
             self.broken(detail, allocation.sequence)
         if answer is not None and event.is_async is not answer.event.is_async:
@@ -112,10 +112,10 @@ class AllocMatchesLookup(Checker):
 class ExternalZeroNoLoad(Checker):
     """EXTERNAL_ZERO_NO_LOAD: an allocation that claims no external tokens causes no load.
 
-    It also releases the pending answer.
+    Such an allocation also releases the pending answer.
 
-    Verifies: every load follows an allocation of its request that claimed external tokens, and no preemption, next turn
-    or end came in between. Each allocation causes at most one load.
+    Verifies: every load follows an allocation of its request that claimed external tokens. No preemption, next turn of
+    a session, or end came in between. Each allocation causes at most one load.
     Does not verify: that claimed tokens are loaded (a missing load shows as a divergence); that an answer is used once
     (ALLOC_MATCHES_LOOKUP).
     """
@@ -136,24 +136,25 @@ class ExternalZeroNoLoad(Checker):
         if is_claimed and self._used.get(event.request_id) != sequence:
             self._used[event.request_id] = sequence
             return
-        detail = f"load {event.job_id} of {event.num_tokens} tokens, but no allocation claimed external tokens"
+        detail = f"load {event.job_id} of {event.num_tokens} tokens is issued, but no allocation claimed tokens"
         self.broken(detail, sequence)
 
 
 class TokenConservation(Checker):
-    """TOKEN_CONSERVATION: at admission every token is local, loaded, or still to compute.
+    """TOKEN_CONSERVATION: at admission every token is in vLLM's prefix cache, is loaded, or is still to compute.
 
     Verifies: of the counts in a log:
 
-    - The first step after an allocation that claimed external tokens starts right after the local and external tokens,
-      or computes the last one again if these are all (`v1/core/sched/scheduler.py`, _update_waiting_for_remote_kv,
-      0.32). Exceptions are a failed load, also of another request into shared blocks, and a rollback in between.
+    - After an allocation that claimed external tokens, the request's first step starts right after the local and the
+      external tokens. If these are all known tokens, the step computes the last one again
+      (`v1/core/sched/scheduler.py`, _update_waiting_for_remote_kv, 0.32). This is not checked after a rollback, or
+      after a failed load, even a load of another request into shared blocks.
     - No count of a step or lookup is negative.
-    - Recorded progress has the computed and the known tokens that the steps add up to. It is `prefill.completed` if and
-      only if no token remains.
+    - `prefill.advanced` and `prefill.completed` have the computed and the known tokens that the steps add up to. The
+      event is `prefill.completed` if and only if no token remains to compute.
 
-    Does not verify: later steps, in which rejected drafts reduce the count without an event; admissions that claimed
-    nothing, because the connector gets their local part rounded to blocks.
+    Does not verify: later steps, because rejected drafts reduce the count without an event; admissions that claimed
+    nothing, because vLLM gives the connector their local tokens rounded to blocks.
     """
 
     rule = "TOKEN_CONSERVATION"
@@ -161,13 +162,13 @@ class TokenConservation(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._admissions: dict[str, tuple[int, int, int]] = {}
-        """Request id → (sequence number of the allocation, local tokens, external tokens), until its first step."""
+        """Request id → (sequence number of the allocation, local tokens, external tokens), until the next step."""
         model.forgotten.at((*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._admissions)
 
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
         if event.num_computed_tokens < 0 or event.num_external_tokens < 0 or event.num_hit_tokens < 0:
-            self.broken("a lookup with a negative count", event.cause)
+            self.broken("the answer to a lookup has a negative count", event.cause)
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
@@ -190,7 +191,7 @@ class TokenConservation(Checker):
         elif event.num_tokens != life.num_tokens:
             detail = f"{event.id} has {event.num_tokens} tokens, but the steps have {life.num_tokens}"
         elif is_complete is not isinstance(event, e.PrefillCompleted):
-            detail = f"{event.id} with {event.num_computed_tokens} of {event.num_tokens} tokens computed"
+            detail = f"{event.id} does not fit {event.num_computed_tokens} of {event.num_tokens} computed tokens"
         else:
             return
         self.broken(detail, event.cause)
@@ -201,7 +202,7 @@ class TokenConservation(Checker):
 
     @on(e.LoadErrorsObserved)
     def _load_errors_observed(self, event: e.LoadErrorsObserved) -> None:
-        """Forget the requests that vLLM rolls back, also those that wait for their own load (scheduler.py, 0.32)."""
+        """Forget requests that vLLM rolls back, even if they wait for their own load (scheduler.py, 0.32)."""
         unfilled = frozenset(event.block_ids)
         for request_id in tuple(self._admissions):
             if not unfilled.isdisjoint(self.tables.held_by(self.lives.get(request_id))):
@@ -215,7 +216,10 @@ class TokenConservation(Checker):
                 continue
             request_id = life.request_id
             if num_computed_tokens < 0 or num_scheduled_tokens < 0 or num_tokens < 0:
-                detail = f"{num_scheduled_tokens} tokens scheduled on {num_computed_tokens} of {num_tokens} computed"
+                detail = (
+                    f"a count is negative: {num_scheduled_tokens} tokens scheduled, {num_computed_tokens} computed, "
+                    f"{num_tokens} known"
+                )
                 self.broken(detail, request_id=request_id)
             if request_id not in self._admissions:
                 continue
@@ -223,7 +227,7 @@ class TokenConservation(Checker):
             if num_computed_tokens != min(num_local_tokens + num_external_tokens, num_tokens - 1):
                 detail = (
                     f"{num_local_tokens} local and {num_external_tokens} external tokens were admitted, "
-                    f"but the step starts after {num_computed_tokens}"
+                    f"but the step starts after {num_computed_tokens} tokens"
                 )
                 self.broken(detail, sequence, request_id=request_id)
 
@@ -231,9 +235,9 @@ class TokenConservation(Checker):
 class ResumeCoversOutput(Checker):
     """RESUME_COVERS_OUTPUT: a preempted request is looked up with all of its tokens, outputs included.
 
-    Verifies: the tokens of every such lookup, against the engine's count at the preemption and the counts of earlier
-    steps.
-    Does not verify: the engine's count, if no step has recorded as many tokens.
+    Verifies: every lookup after a preemption has at least as many tokens as the engine counted at the preemption, and
+    as many as earlier steps recorded.
+    Does not verify: that the engine's count was complete, if no step has recorded more tokens.
     """
 
     rule = "RESUME_COVERS_OUTPUT"
@@ -249,7 +253,7 @@ class ResumeCoversOutput(Checker):
         known = self._known.get(event.request_id)
         if known is not None and event.num_tokens < known[0]:
             num_known, sequence = known
-            detail = f"looked up with {event.num_tokens} tokens, but {num_known} were known when it was preempted"
+            detail = f"the lookup has {event.num_tokens} tokens, but the request had {num_known} when it was preempted"
             self.broken(detail, sequence)
 
     @on(e.RequestPreempted)
@@ -259,15 +263,15 @@ class ResumeCoversOutput(Checker):
 
 
 class StepSum(Checker):
-    """STEP_SUM: the tokens of a step are the sum of what its requests get.
+    """STEP_SUM: the tokens of a step are the sum of the tokens of its requests.
 
-    That is the tokens of the requests that the step lists, and one for each request that keeps decoding one token per
-    step.
+    The sum counts the tokens of the requests that the step lists, and one token for each steady request that it leaves
+    out.
 
-    Verifies: this for every step, so a request that a step leaves out or counts twice shows at once. The step numbers
-    have no gap.
-    Does not verify: which request it was; two errors in one step that cancel out; after a hook has failed, that no
-    request is missing, because that hook's request may never have been observed.
+    Verifies: this for every step. A request that is missing from a step, or counts twice, is found at that step. Step
+    numbers have no gap.
+    Does not verify: which request is missing or counts twice; two errors in one step that cancel out; requests that
+    are missing after a hook has failed, because the request of that hook may never have been recorded.
     """
 
     rule = "STEP_SUM"
@@ -295,18 +299,23 @@ class StepSum(Checker):
 
 
 class SettledExact(Checker):
-    """SETTLED_EXACT: the computed and settled tokens in the log are what its steps add up to.
+    """SETTLED_EXACT: the computed and settled tokens in the log are the numbers that its steps add up to.
 
-    A token counted too many may be saved before it is written. One too few may cost a chunk.
+    If one token too many counts as settled, it may be saved before it is written. If one too few counts, a chunk may
+    stay unsaved.
 
-    Verifies: the settled tokens of every preemption, end, step and window that is left, against the tokens that steps
-    have scheduled. Tokens in flight are subtracted as the engine counts them, if the log has that number; at a
-    preemption or an end only with speculative decoding. Without it, no row of a step begins after the end of the
-    previous one, and a preemption or an end that takes blocks has at most the settled tokens that steps have scheduled
-    or the last allocation brought. A next turn or a rollback keeps at most the tokens that were computed.
+    Verifies: counts in events, against the tokens that steps have scheduled:
+
+    - The settled tokens in a step and in `window.left` are the tokens computed before the step, without the tokens in
+      flight. This is checked if the log has the tokens in flight, which the engine counts.
+    - With speculative decoding, the same holds for the settled tokens at a preemption and at an end.
+    - Without speculative decoding, no row of a step begins after the end of the request's previous row. A preemption or
+      an end that takes blocks has at most the settled tokens that steps scheduled or that the last allocation brought.
+    - A next turn or a rollback keeps at most the tokens that were computed.
+
     Does not verify: how many tokens are in flight and how many drafts were rejected, which only the engine knows; the
     first row after an allocation (TOKEN_CONSERVATION); an end without settled tokens after a hook failed for the
-    request, whose blocks are then given up.
+    request, because kvledger then gives up the request's blocks.
     """
 
     rule = "SETTLED_EXACT"
@@ -314,14 +323,14 @@ class SettledExact(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._may_be_given_up: dict[str, bool] = {}
-        """Request id → True, once a hook has failed for it."""
+        """Request id → True if a hook has failed for the request."""
         self._admitted: dict[str, int] = {}
-        """Request id → tokens that its last allocation brought, cached or loaded."""
+        """Request id → tokens that the last allocation brought from vLLM's prefix cache or from a load."""
         model.forgotten.at(LIFE, self._may_be_given_up, self._admitted)
         model.forgotten.at((e.SessionContinued,), self._admitted)
 
     def begin(self) -> None:
-        """Read whether a hook failed, and what was allocated, before the first event."""
+        """Read whether a hook failed, and which allocations were made, before the first event."""
         for life in self.lives:
             if self.lives.has_hook_failed:
                 self._may_be_given_up[life.request_id] = True
@@ -364,9 +373,10 @@ class SettledExact(Checker):
             self._check(event, min(self.moment.num_computed_tokens, event.num_computed_tokens))
 
     def _check_most(self, event: e.RequestPreempted | e.RequestFinished, life: Life, num_admitted_tokens: int) -> None:
-        """Report more settled tokens than the request can have, if the log lacks the tokens in flight.
+        """Report more settled tokens than the request can have. Used if the log lacks the tokens in flight.
 
-        An event that takes no blocks saves nothing, so its number does not matter. After a gap, counts are only bounds.
+        Events that take no blocks are skipped, because they save nothing. Lives with missing events are skipped,
+        because their counts are only bounds.
         """
         if life.is_partial or not self.moment.is_legal or self.moment.blocks_before is BlocksRegion.NONE:
             return
@@ -386,14 +396,16 @@ class SettledExact(Checker):
             less = f", {num_in_flight_tokens} of them in flight"
         if event.num_settled_tokens != expected:
             of = f"{num_computed_tokens} computed tokens{less}, {event.num_tokens} known"
-            self.broken(f"{event.num_settled_tokens} tokens are recorded as settled, but it must be {expected}: {of}")
+            self.broken(f"{event.num_settled_tokens} tokens are recorded as settled instead of {expected}: {of}")
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
         if self.configuration.settles_in_flight:
             for moved, counted, num_computed_tokens in self.moment.moved_rows:
                 if counted and not moved.quarantined:
-                    detail = f"the step begins at {num_computed_tokens} tokens, but those before it ended at {counted}"
+                    detail = (
+                        f"the step begins at {num_computed_tokens} tokens, but the steps before it ended at {counted}"
+                    )
                     self.broken(detail, request_id=moved.request_id)
         for ordinal, _, num_settled_tokens, num_in_flight_tokens in event.settled:
             life = self.lives.of(ordinal)
@@ -405,7 +417,7 @@ class SettledExact(Checker):
                 expected = min(expected, len(life.keys) * self.configuration.chunk_size)
             if num_settled_tokens != expected:
                 detail = (
-                    f"{num_settled_tokens} tokens are recorded as settled, but it must be {expected}: "
+                    f"{num_settled_tokens} tokens are recorded as settled instead of {expected}: "
                     f"{num_computed_tokens} computed tokens, {num_in_flight_tokens} of them in flight"
                 )
                 self.broken(detail, request_id=life.request_id)
@@ -429,4 +441,4 @@ class SettledExact(Checker):
     def _cut(self, event: e.SessionContinued | e.TokensRolledBack) -> None:
         if self.moment.life is not None and event.num_computed_tokens > self.moment.num_computed_tokens:
             num_before = self.moment.num_computed_tokens
-            self.broken(f"{event.num_computed_tokens} computed tokens are kept, but there were {num_before}")
+            self.broken(f"{event.num_computed_tokens} computed tokens are kept, but only {num_before} were computed")

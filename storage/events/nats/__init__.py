@@ -1,9 +1,9 @@
-"""Ship logs to a NATS JetStream stream, and mirror them from there as files. Nothing here runs in a serving process.
+"""Ship logs to a NATS JetStream stream, and mirror a stream's logs as files. Nothing here runs in a serving process.
 
-Needs the NATS client, which the extra `nats` brings.
+To ship a log is to copy it into the stream. The package needs the NATS client, which the extra `nats` installs.
 
-- `Shipper` ships the logs of a directory; `ship` (in `kvledger.adapters.tools.cli`) is its command.
-- `mirror` writes a stream's logs as files, `logs_in_stream` lists them.
+- `Shipper` ships the logs of a directory. The command `kvledger ship` uses it.
+- `mirror` writes a stream's logs as files. `logs_in_stream` lists these logs.
 """
 
 from __future__ import annotations

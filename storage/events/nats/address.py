@@ -29,9 +29,9 @@ _URL: Final = re.compile(
     rf"(?P<scheme>nats|tls)://(?P<hosts>{_HOST}(?:,{_HOST})*)(?:/(?P<stream>[A-Za-z0-9_-]+))?(?:/(?P<log_id>[0-9A-Fa-f]{{1,32}}))?/?"
 )
 _MUST_BE: Final = (
-    "nats://host[:port][,host[:port]…][/STREAM[/LOG_ID]] or the same with tls://; a stream's name has letters, digits, "
-    "'_' and '-', a log's id (or the beginning of one) up to 32 hex digits; credentials are in NATS_CREDS, NATS_NKEY, "
-    "NATS_USER and NATS_PASSWORD, or NATS_TOKEN"
+    "nats://host[:port][,host[:port]…][/STREAM[/LOG_ID]], or the same with tls://. STREAM has letters, digits, '_' and "
+    "'-'. LOG_ID is a log's id or its beginning, up to 32 hex digits. Give credentials not here but in NATS_CREDS, "
+    "NATS_NKEY, NATS_USER and NATS_PASSWORD, or NATS_TOKEN"
 )
 _VARIABLES: Final = {
     "creds_file": "NATS_CREDS",
@@ -47,7 +47,10 @@ _VARIABLES: Final = {
 
 @attrs.frozen
 class StreamAddress:
-    """Servers of one cluster (``host:port``), a stream, and the beginning of a log's id (None: all logs)."""
+    """Address of a stream or of a log in it.
+
+    `hosts` are servers of one cluster (``host:port``). `log_id` is a log's id or its beginning; None: all logs.
+    """
 
     hosts: tuple[str, ...]
     needs_tls: bool = False
@@ -56,7 +59,7 @@ class StreamAddress:
 
     @classmethod
     def parse(cls, url: str) -> StreamAddress:
-        """Read a URL; ``tls://`` requires TLS. Raises `StreamRefused`."""
+        """Parse a URL. With ``tls://``, the connection must use TLS. Raises `StreamRefused` for a malformed URL."""
         found = _URL.fullmatch(url)
         if found is None:
             shown = without_credentials(url, is_address=True)
@@ -81,7 +84,10 @@ class StreamAddress:
 
 @attrs.frozen
 class Access:
-    """A credentials file, an nkey seed file, user and password, or a token; and the files for TLS."""
+    """Credentials for the servers, and files for TLS.
+
+    The credentials are a credentials file, an nkey seed file, user and password, or a token.
+    """
 
     creds_file: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
     nkey_file: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))

@@ -1,7 +1,8 @@
 """A connection to the servers for the length of a `with` block. If the connection ends, the block ends too.
 
-NATS errors that the block does not handle leave it as `StreamUnavailable` (try again) or `StreamRefused` (do not). The
-client library's own reconnecting is off: it would resend pending messages uncounted.
+A NATS error that the block does not handle is raised as `StreamUnavailable` (another attempt can help) or
+`StreamRefused` (it cannot). The client library does not reconnect by itself, because it would then send pending
+messages again without telling kvledger.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ _PING_INTERVAL_S: Final = 10
 _MAX_GREETINGS: Final = 3
 _NOT_ENABLED: Final = (10039, 10076)
 _NO_PEERS: Final = 10005
-"""Error code: the cluster has fewer servers than replicas. A starting cluster soon has enough."""
+"""Error code: the cluster has fewer servers than the stream has replicas, for example while the cluster starts."""
 _CUT_OFF: Final = (BrokenPipeError, ConnectionResetError, UnexpectedEOF)
 
 
 @attrs.define(eq=False)
 class Connection:
-    """A live connection."""
+    """A connection to the servers, as `connect` yields it."""
 
     address: StreamAddress
     client: Client = attrs.field(repr=False)
     answer_within_s: float
     on_publish_denied: Callable[[str], None] = lambda _text: None
-    """Called when publishing to a log's subject is denied, which affects only that log."""
+    """Called with the server's text when the server denies publishing to one log's subject."""
     reason: StreamError | None = attrs.field(default=None, init=False)
-    """Why the connection ended; None: it is alive."""
+    """Why the connection ended; None: the connection is alive."""
     block: asyncio.Timeout | None = attrs.field(default=None, init=False)
 
     @property
@@ -62,22 +63,22 @@ class Connection:
         return self.client.jetstream(timeout=self.answer_within_s)
 
     def unavailable(self, text: str) -> StreamUnavailable:
-        """Return the error with this text."""
+        """Return a `StreamUnavailable` with the address and this text."""
         return StreamUnavailable(f"{self.address}: {text}")
 
     def refused(self, text: str) -> StreamRefused:
-        """Return the error with this text."""
+        """Return a `StreamRefused` with the address and this text."""
         return StreamRefused(f"{self.address}: {text}")
 
     def end(self, reason: StreamError) -> None:
-        """End the block now."""
+        """End the `with` block of `connect` now. `connect` then raises the first `reason` that was given."""
         self.reason = self.reason or reason
         if self.block is not None:
             with contextlib.suppress(RuntimeError):  # the block has ended
                 self.block.reschedule(asyncio.get_running_loop().time())
 
     def error(self, error: Exception) -> StreamError:
-        """Return what to raise for an `error` of the client library."""
+        """Return the exception to raise in place of an `error` of the client library."""
         if self.reason is not None:
             return self.reason
         if isinstance(error, TimeoutError):
@@ -88,8 +89,8 @@ class Connection:
             return self.unavailable(error.description) if is_passing else self.refused(error.description)
         if isinstance(error, NoRespondersError | ServiceUnavailableError):
             return self.unavailable(
-                "JetStream does not respond: the server was started without it (nats-server -js), the account may not "
-                "use it, or the cluster has no leader now"
+                "JetStream does not respond: the server was started without JetStream (nats-server -js), the account "
+                "is not allowed to use JetStream, or the cluster has no leader now"
             )
         return self.unavailable(_text(error))
 
@@ -98,9 +99,9 @@ class Connection:
 async def connect(
     address: StreamAddress, access: Access, name: str, answer_within_s: float = ANSWER_WITHIN_S
 ) -> AsyncIterator[Connection]:
-    """Connect for the length of a block; the server lists the connection as `name`.
+    """Connect for the length of a `with` block. The server lists the connection under `name`.
 
-    A server that does not answer within `answer_within_s` counts as gone.
+    A server that does not answer within `answer_within_s` seconds counts as unavailable.
 
     Raises:
         StreamRefused: credentials, certificates or permissions are wrong, or the server refused a request.
@@ -119,9 +120,10 @@ async def connect(
 
 
 async def _connected(address: StreamAddress, access: Access, name: str, answer_within_s: float) -> Connection:
-    """Connect. A server that refuses sends the reason and hangs up.
+    """Connect. Try again if the server closes the connection during the greeting.
 
-    The hang-up may arrive first, so a server that hangs up in the greeting is asked again.
+    A server that refuses a connection sends the reason and then closes the connection. The close can arrive before the
+    reason; another attempt may then receive the reason.
     """
     _check_key_files(access)
     tls = _tls_context(address, access)
@@ -154,14 +156,14 @@ async def _greet(
         if f'permissions violation for publish to "{SUBJECT_PREFIX}.' in text:
             connection.on_publish_denied(_text(error))
         elif "permissions violation" in text:
-            connection.end(connection.refused(f"{_text(error)}; docs/fleet.md lists what must be allowed"))
+            connection.end(connection.refused(f"{_text(error)}; docs/fleet.md lists the permissions that are needed"))
 
     async def on_closed() -> None:
         cause = "the connection was closed" if client.last_error is None else _text(client.last_error)
         connection.end(connection.unavailable(cause))
 
     def secret(value: str | None) -> str:
-        """Return `value`; called right before it is sent."""
+        """Check for TLS if it is required, then return `value`. Called right before the secret is sent."""
         _insist_on_tls(connection, needed=tls is not None)
         return value or ""
 
@@ -193,7 +195,7 @@ async def _close(client: Client) -> None:
 
 
 def _check_key_files(access: Access) -> None:
-    """Check key files first: nats-py 2.16 never returns from a credentials file that is something else."""
+    """Check that the key files contain keys. If not, nats-py 2.16 would hang while it reads a credentials file."""
     for file, markers, what in (
         (access.creds_file, (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED"), "credentials"),
         (access.nkey_file, (b"SU",), "nkey seed of a user"),
@@ -224,9 +226,10 @@ def _tls_context(address: StreamAddress, access: Access) -> ssl.SSLContext | Non
 
 
 def _insist_on_tls(connection: Connection, *, needed: bool) -> None:
-    """Refuse to go on without TLS. The client library uses TLS only if the server asks for it.
+    """Raise `StreamRefused` if TLS is `needed` and the connection has none.
 
-    Called before a secret is sent, so a server that pretends to have no TLS does not get the secret.
+    The client library uses TLS only if the server asks for it. This function is called before a secret is sent, so a
+    server that pretends to have no TLS does not get the secret.
     """
     writer = getattr(connection.client._transport, "_io_writer", None)  # noqa: SLF001 - no public way to ask
     if needed and (writer is None or writer.get_extra_info("ssl_object") is None):
@@ -245,7 +248,7 @@ def _failure(address: StreamAddress, access: Access, errors: list[Exception]) ->
     is_anonymous = access.tls_cert is None and (access.tls_ca is not None or address.needs_tls)
     if is_anonymous and any(isinstance(error, _CUT_OFF) for error in errors):
         # The hang-up may arrive before the server's TLS alert, which would name this cause.
-        reasons["the server may ask for a client's certificate (NATS_CERT, NATS_KEY)"] = None
+        reasons["the server may require a client certificate; if so, set NATS_CERT and NATS_KEY"] = None
     return StreamUnavailable(f"{address}: cannot connect: {'; '.join(reasons)}")
 
 

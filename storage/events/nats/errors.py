@@ -12,16 +12,16 @@ class StreamError(LogError):
 
 
 class StreamUnavailable(StreamError):
-    """No server, no answer, or no space in the stream. Nothing is lost; try again later."""
+    """No server was reached, there was no answer, or the stream has no space. Nothing is lost; try again later."""
 
 
 class StreamRefused(StreamError):
-    """Credentials, permissions, a certificate or the stream must be corrected first."""
+    """Credentials, permissions, a certificate or the stream's settings must be corrected before another attempt."""
 
 
 class NothingToRead(StreamError):
-    """The stream dropped so much of a log that it holds no segment's beginning."""
+    """The stream has dropped so many messages of a log that no segment's header block is left in it."""
 
 
 class LogForked(StreamError):
-    """The stream and the files continue one log differently, so nothing more of it is shipped."""
+    """The log in the stream and the log's files differ, so no more of the log is shipped."""

@@ -1,17 +1,17 @@
-"""One message of a stream: a segment's header block or a frame, as in the file. Knows bytes, no network.
+"""One message of a stream: a segment's header block or a frame. This module must not know the network.
 
-A log's messages in order are its segment files, byte for byte, and only the bytes count. The headers are a shipper's
-cursor, and help people who use other tools.
+A message has the same bytes as the file. A log's messages, in order, therefore make up its uncompressed segment files.
+The headers tell a shipper where it must continue, and are of use to people who work with other tools.
 
 ============================ ==========================================================================
-header                       what
+header                       meaning
 ============================ ==========================================================================
 ``Kvledger-Segment``         file name of the segment
 ``Kvledger-Offset``          offset of the bytes in the segment; 0 is the header block
 ``Kvledger-Sequence``        first sequence number in the message
-``Kvledger-Retired``         after a gap: the retirement (JSON) of the segments that are missing there
-``Nats-Msg-Id``              the chain hash in hex. It covers the log's identity and everything before,
-                             so equal ids mean equal histories, and a fork is never taken for a repetition
+``Kvledger-Retired``         if segments are missing before this message: their retirement (JSON)
+``Nats-Msg-Id``              the chain hash in hex. It covers the log's id and all frames before, so two
+                             messages have the same id only if all bytes before them are the same
 ============================ ==========================================================================
 """
 
@@ -59,9 +59,10 @@ _OFFSET_TEXT: Final = re.compile(r"[0-9]{1,20}")
 
 @attrs.frozen
 class Record:
-    """The bytes at `offset` of `segment`, in one message. `chain_hash` (16 bytes) is the chain hash up to their end.
+    """The bytes of one message: a header block or a frame, which begins at `offset` of `segment`.
 
-    In a header block, `next_sequence` equals `first_sequence`.
+    `chain_hash` (16 bytes) is the log's chain hash after these bytes. For a header block, `next_sequence` equals
+    `first_sequence`.
     """
 
     segment: str
@@ -71,16 +72,17 @@ class Record:
     next_sequence: int
     chain_hash: bytes
     retired: str = ""
-    """In a header block after a gap: the retirement of the missing segments, as JSON."""
+    """The retirement, as JSON, of segments that are missing before this header block. Empty: none are missing, or
+    unknown."""
 
     @property
     def end(self) -> int:
-        """Offset after the last byte."""
+        """Offset in the segment after the last byte."""
         return self.offset + len(self.data)
 
     @property
     def message_id(self) -> str:
-        """Id by which the stream recognises repetitions."""
+        """Message id, by which the stream recognises a message that is sent twice."""
         return self.chain_hash.hex()
 
     @property
@@ -94,22 +96,25 @@ class Record:
 
 
 def record_of_frame(segment: str, offset: int, data: bytes, frame: Frame) -> Record:
-    """Return the record of a frame; `data` is the whole frame."""
+    """Return the record of `frame`. `data` is the whole encoded frame, with its header."""
     return Record(segment, offset, data, frame.first_sequence, frame.next_sequence, frame.chain_hash)
 
 
 def label_of(name: str) -> str:
-    """Return `name` as one token of a subject: characters that a subject may not hold become ``_``."""
+    """Return `name` as one token of a NATS subject. Characters that are not allowed in a token become ``_``."""
     return _NO_LABEL_LETTERS.sub("_", name).strip("_") or "unnamed"
 
 
 def subject_of(label: str, log_id: str) -> str:
-    """Return a log's subject. With the label, a server can allow an engine's host its own logs only."""
+    """Return the NATS subject of a log's messages.
+
+    The subject contains the host's label, so a server can allow each host to publish only the host's own logs.
+    """
     return f"{SUBJECT_PREFIX}.{label}.{log_id}"
 
 
 def message_headers(record: Record) -> dict[str, str]:
-    """Return the headers that do not depend on the state of the stream."""
+    """Return a message's headers, except those that depend on the state of the stream."""
     headers = {
         _MESSAGE_ID: record.message_id,
         _SEGMENT: record.segment,
@@ -120,13 +125,13 @@ def message_headers(record: Record) -> dict[str, str]:
 
 
 def num_message_bytes(headers: Mapping[str, str], data: bytes) -> int:
-    """Return the bytes of a message as the server's `max_payload` counts them."""
+    """Return the size of a message in bytes, counted like the server's limit `max_payload`."""
     lines = ("NATS/1.0", *(f"{name}: {value}" for name, value in headers.items()), "")
     return sum(len(line) + len("\r\n") for line in lines) + len(data)
 
 
 def record_of_message(headers: Mapping[str, str] | None, data: bytes) -> Record | str:
-    """Return the record in a message, or why it is not a shipper's. Raises `LogTooNew`."""
+    """Return the record in a message, or why the message cannot be from a shipper. Raises `LogTooNew`."""
     segment = (headers or {}).get(_SEGMENT, "")
     offset = (headers or {}).get(_OFFSET, "")
     if not _SEGMENT_NAME.fullmatch(segment) or not _OFFSET_TEXT.fullmatch(offset):

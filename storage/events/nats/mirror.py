@@ -1,8 +1,9 @@
-"""Mirror the logs of a stream as files: fetch what is missing. The log reader judges the files.
+"""Mirror the logs of a stream as files: fetch the messages that are missing in the files.
 
-A mirror is a directory of log directories. Its segments are the stream's messages in order, so gaps, repetitions and
-foreign bytes appear unchanged. ``mirror.json`` next to the segments records how far the mirror got. Unless the stream
-confirms this point, the mirror is discarded and fetched again.
+The mirror of a log is a directory of segments. The segments consist of the stream's messages in order, and nothing is
+checked or corrected. Missing, repeated or foreign bytes are therefore found when the files are read. ``mirror.json``
+next to the segments records up to which message the mirror got. If this message is no longer the same in the stream,
+the mirror is deleted and fetched again.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ _INACTIVE_AFTER_S: Final = 60.0
 
 
 def default_mirror_directory(address: StreamAddress) -> Path:
-    """Return the default directory for mirrors of this stream, in the user's cache."""
+    """Return the default directory for mirrors of this stream. It is in the user's cache directory."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     host = address.hosts[0].replace(":", "-").strip("[]")
     return cache / "kvledger" / "nats" / host / address.stream
 
 
 def logs_in_stream(address: StreamAddress, *, access: Access | None = None) -> list[LogInStream]:
-    """Return the logs in the stream, the last opened one last. Raises like `mirror`."""
+    """Return the logs in the stream, in the order in which they were begun. Raises the errors of `mirror`."""
 
     async def find() -> list[LogInStream]:
         async with connect(address, access or Access.from_environment(), "kvledger ship --list") as connection:
@@ -89,17 +90,24 @@ def mirror(
     on_progress: Callable[[int, int], None] = lambda _num_messages, _num_messages_in_all: None,
     on_skipped: Callable[[str], None] = lambda _reason: None,
 ) -> list[Path]:
-    """Update the mirror of the addressed log, or of every log in the stream; return the log directories.
+    """Update the mirror of the log in `address`, or of all logs in the stream. Return the directories of the logs.
 
-    `directory` (default: `default_mirror_directory`) gets a folder for each log, for its owner only. `newest` limits
-    the mirror to the newest engine start. `on_progress(num_messages, num_messages_in_all)` is called now and then,
-    `on_skipped(reason)` for an unreadable log among several. An interrupted run is continued.
+    An interrupted run is continued.
+
+    Args:
+        address: the stream. If it has a log id or the beginning of one, only this log is mirrored.
+        directory: gets a folder for each log, which only its owner can read. Default: `default_mirror_directory`.
+        access: credentials. Default: from the environment.
+        newest: whether to mirror only the logs of the newest engine start.
+        on_progress: called repeatedly with the number of messages so far, and of all messages.
+        on_skipped: called with the reason if one of several logs cannot be read.
 
     Raises:
-        StreamRefused: credentials or permissions are wrong, the stream is missing, or no or several logs match.
+        StreamRefused: credentials or permissions are wrong, or the stream is missing. Also if no log or more than one
+            log has an id that begins with the given one.
         StreamUnavailable: the servers do not answer.
-        NothingToRead: the stream holds no beginning of a segment of the log.
-        LogError: a log's folder in `directory` is not a mirror.
+        NothingToRead: the stream has no header block of a segment of the log.
+        LogError: a log's folder in `directory` exists and is not a mirror.
         OSError: the mirror cannot be written.
     """
     directory = default_mirror_directory(address) if directory is None else directory
@@ -134,9 +142,10 @@ def mirror(
 
 
 def _of_newest_start(logs: Sequence[LogInStream]) -> Sequence[LogInStream]:
-    """Return a scheduler's last log, the logs of that engine's workers, and all logs opened later.
+    """Return the logs of the newest engine start. `logs` are in the order in which they were begun.
 
-    A later start may have failed before its scheduler opened a log. `logs` are in order of opening.
+    These are the last log of a scheduler, the logs of the same engine's workers, and all logs that were begun later.
+    The later logs belong to a start that failed before its scheduler began a log.
     """
     headers = [{} if log.header is None else log.header.header for log in logs]
     last = max((at for at, header in enumerate(headers) if header.get("worker_rank") is None), default=0)
@@ -145,40 +154,40 @@ def _of_newest_start(logs: Sequence[LogInStream]) -> Sequence[LogInStream]:
 
 
 async def _subjects(connection: Connection, *, newest: bool) -> dict[str, int]:
-    """Return subject → number of messages for the requested logs."""
+    """Return subject → number of messages, for the logs that the address and `newest` select."""
     wanted = connection.address.log_id
     subjects = await subjects_of_log(connection, wanted or "")
     ids = sorted(subject.rpartition(".")[2] for subject in subjects)
     if not subjects:
         what = "no log" if wanted is None else f"no log whose id begins with {wanted}"
-        raise connection.refused(f"the stream holds {what}; 'kvledger ship --list' shows what it holds")
+        raise connection.refused(f"the stream holds {what}; 'kvledger ship --list' lists the logs in it")
     if wanted is not None and len(subjects) > 1:
         raise connection.refused(
-            f"several logs have an id that begins with {wanted} ({', '.join(ids)}); give more digits"
+            f"several logs have an id that begins with {wanted} ({', '.join(ids)}); give more digits of the id"
         )
     if len(set(ids)) < len(ids):
         twice = sorted({log_id for log_id in ids if ids.count(log_id) > 1})
-        raise connection.refused(f"the stream has {', '.join(twice)} under several subjects; purge all but one of them")
+        raise connection.refused(f"the stream has log {', '.join(twice)} under several subjects; purge all but one")
     if newest:
         return {log.subject: log.num_messages for log in _of_newest_start(await find_logs(connection, wanted or ""))}
     return subjects
 
 
 def _folder_of(subject: str, directory: Path) -> Path:
-    """Return the mirror directory of a subject's log. Raises `NothingToRead` for a subject without a log id."""
+    """Return the mirror's directory for the log of `subject`. Raises `NothingToRead` if the subject has no log id."""
     log_id = subject.rpartition(".")[2]
     if not _LOG_ID.fullmatch(log_id):  # a path could lead out of the directory
-        raise NothingToRead(f"{subject!r} does not end with a log id of 32 hex digits; delete its messages")
+        raise NothingToRead(f"subject {subject!r} does not end with a log id of 32 hex digits; delete its messages")
     return directory / log_id
 
 
 @contextlib.contextmanager
 def _locked(log: Path) -> Iterator[None]:
-    """Allow one run at a time; a second one waits."""
+    """Lock the mirror of one log. Another run that mirrors the same log waits until the context ends."""
     if log.is_symlink():
         raise refused_link(log)
     if log.is_dir() and not is_regular_file(log / _LOCK_NAME) and any(log.iterdir()):
-        raise LogError(f"{log}: is not a mirror and would be overwritten; give another directory for mirrors")
+        raise LogError(f"{log}: is not a mirror and would be overwritten; give another directory for the mirrors")
     make_directory(log, durable=False, mode=PRIVATE_DIRECTORY)
     descriptor = open_for_writing(log / _LOCK_NAME, os.O_RDWR | os.O_CREAT, _FILE)
     try:
@@ -189,7 +198,10 @@ def _locked(log: Path) -> Iterator[None]:
 
 
 class _Note(msgspec.Struct):
-    """How far a mirror got: stream sequence of its last message, and segment name → bytes."""
+    """How far a mirror got. `stream_sequence` is the sequence of its last message in the stream.
+
+    `segments` is segment name → bytes.
+    """
 
     stream_sequence: int
     segments: dict[str, int]
@@ -197,7 +209,7 @@ class _Note(msgspec.Struct):
 
 @attrs.define
 class _LogMirror:
-    """Updates one log's directory: appends missing bytes, even if they do not fit, and records how far it got."""
+    """Updates the mirror of one log: appends the missing messages without a check, and records how far it got."""
 
     connection: Connection
     configuration: StreamConfig
@@ -209,7 +221,7 @@ class _LogMirror:
     _noted_at: float = attrs.field(default=0.0, init=False)
 
     async def bring_up_to_date(self, num_messages: int) -> None:
-        """Fetch what is missing of the stream's `num_messages`. Raises like `mirror`."""
+        """Fetch the missing messages of the log, which has `num_messages` in the stream. Raises errors of `mirror`."""
         start = await self._confirmed_end()
         if not start:
             self._discard()
@@ -217,13 +229,14 @@ class _LogMirror:
         if not self._segments:
             raise NothingToRead(
                 f"{self.connection.address}: the stream holds {num_new} messages of {self.subject}, but no beginning "
-                "of a segment: older ones were dropped (max_age, max_bytes, a purge); read the log where it was written"
+                "of a segment, because older messages were dropped (max_age, max_bytes or a purge); read the log on "
+                "the host that wrote it"
             )
 
     async def _confirmed_end(self) -> int:
-        """Return the stream sequence up to which the mirror matches the stream; 0: unknown.
+        """Return the stream's sequence number of the last message that the mirror has. Truncate the mirror after it.
 
-        Truncates the mirror to that point.
+        0: it is not known whether the mirror matches the stream.
         """
         try:
             note = from_json(read_file(self.directory / _NOTE_NAME), _Note)
@@ -261,7 +274,7 @@ class _LogMirror:
                 path.unlink()
 
     async def _fetch(self, first_stream_sequence: int, num_messages: int) -> int:
-        """Append every message from this stream sequence on; return their number."""
+        """Append all messages of the log from `first_stream_sequence` on. Return how many were appended."""
         connection, stream = self.connection, self.connection.address.stream
         wanted = ConsumerConfig(
             description="kvledger mirror",
@@ -285,7 +298,7 @@ class _LogMirror:
                 messages = await consumer.fetch(min(batch, num_left), timeout=connection.answer_within_s)
             except NatsTimeoutError as error:
                 raise connection.unavailable(
-                    f"{num_left} messages of {self.subject} did not arrive; try again"
+                    f"{num_left} messages of {self.subject} did not arrive in time; try again"
                 ) from error
             num_left = self._write(messages)
             num_fetched += len(messages)
@@ -295,7 +308,7 @@ class _LogMirror:
         return num_fetched
 
     def _write(self, messages: list[Msg]) -> int:
-        """Append the messages' bytes and record how far the mirror got; return how many messages are still to come."""
+        """Append the messages' bytes and record how far the mirror got. Return how many messages are left to fetch."""
         name, pending = max(self._segments, default=""), bytearray()
         for message in messages:
             self._consumer_sequence += 1
@@ -316,7 +329,7 @@ class _LogMirror:
         return last.num_pending or 0
 
     def _write_retirement(self, message: Msg) -> None:
-        """Record why sequences before this header block are missing, if known."""
+        """Record, if known, why the events before the header block in `message` are missing."""
         header = decode_header(message.data, self.subject)
         try:
             retirement = from_json((message.headers or {}).get(RETIRED, ""), Retirement)
@@ -358,7 +371,7 @@ class _LogMirror:
 
 
 def _reason_to_drop(configuration: StreamConfig) -> Literal["age", "size"] | None:
-    """Return why such a stream drops its oldest messages; None if it does not."""
+    """Return why a stream with this configuration drops its oldest messages; None if it drops none."""
     if configuration.max_age:
         return "age"
     is_bounded = (configuration.max_bytes or -1) > 0 or (configuration.max_msgs or -1) > 0

@@ -1,13 +1,14 @@
-"""Publish the records of one log to the stream: many at once, each accepted only right after its predecessor.
+"""Publish the records of one log to the stream in batches. The server accepts a record only after its predecessor.
 
-The first message of a batch names the stream sequence of its subject's last message. Each further one names the id of
-its predecessor, which must then be the last message of the whole stream. Ids are chain hashes, so a message
-is accepted only right after the history that it continues: despite repeated batches, several shippers, or late packets
-of a dead connection. If another log's message comes in between, the rest of the batch is refused and sent again
+The first message of a batch names the stream sequence of its subject's last message. Each further message names the id
+of its predecessor, which must be the last message of the whole stream when the server receives the message. Ids are
+chain hashes, so the server accepts a message only directly after the frames that it continues. This holds even if a
+batch is sent twice, if several shippers send, or if packets of a dead connection arrive late. If a message of another
+log comes in between, the server refuses the rest of the batch, and it is sent again
 (docs/decisions/0012-a-frame-follows-its-predecessor.md).
 
-Acknowledgements go to an inbox of our own: the future of nats-py 2.16's `publish_async` never completes if the server
-refuses the message, and its `publish` took 68 µs of CPU per message, against 22 µs here.
+Acknowledgements go to an inbox of kvledger's own, for two reasons. In nats-py 2.16, the future of `publish_async` never
+completes if the server refuses the message. `publish` takes 68 µs of CPU per message, compared with 22 µs here.
 """
 
 from __future__ import annotations
@@ -56,10 +57,13 @@ class _Answer(msgspec.Struct):
 
 @attrs.frozen
 class BatchResult:
-    """How far a batch got: the first `num_stored` records are in the stream, the last of them at `stream_sequence`.
+    """How far a batch got. Its first `num_stored` records are in the stream, the last of them at `stream_sequence`.
 
-    The next record was not stored because of `problem`, because the server knew its id (`is_repetition`), or else
-    because the stream does not end where expected.
+    The next record of the batch was not stored for one of these reasons:
+
+    - `problem` is set: it says why the record was refused.
+    - `is_repetition` is set: the server knew the record's id already.
+    - Neither is set: another message than the expected one is the last in the stream.
     """
 
     num_stored: int
@@ -71,10 +75,12 @@ class BatchResult:
 async def publish(
     connection: Connection, subject: str, records: Sequence[Record], last_subject_sequence: int
 ) -> BatchResult:
-    """Publish records that follow one another and the message `last_subject_sequence` (0: the subject is empty).
+    """Publish consecutive records of a log. Return how many of them the stream has stored.
+
+    `last_subject_sequence` is the stream sequence of the message before the first record; 0: the subject has none.
 
     Raises:
-        StreamUnavailable: the server does not answer; find the stream's position again.
+        StreamUnavailable: the server does not answer. The caller must look up the subject's last message again.
     """
     messages, too_large = _messages(connection, records, last_subject_sequence)
     client = connection.client
@@ -102,7 +108,7 @@ async def publish(
         num_answers = -1
         while messages and not is_complete.is_set():
             if len(answers) == num_answers:
-                silence = f"{len(messages) - num_answers} of {len(messages)} messages were not acknowledged"
+                silence = f"the server did not acknowledge {len(messages) - num_answers} of {len(messages)} messages"
                 raise connection.unavailable(f"{silence} within {connection.answer_within_s:g} s")
             num_answers = len(answers)  # Wait on while answers arrive.
             with contextlib.suppress(TimeoutError):
@@ -111,7 +117,7 @@ async def publish(
         with contextlib.suppress(NatsError):  # the connection is closed
             await subscription.unsubscribe()
     if denials:
-        denial = connection.refused(f"{denials[0]}; docs/fleet.md lists what must be allowed")
+        denial = connection.refused(f"{denials[0]}; docs/fleet.md lists the permissions that are needed")
         return BatchResult(0, last_subject_sequence, problem=denial)
     result = _result(connection, [answers[index] for index in range(len(messages))], last_subject_sequence)
     return attrs.evolve(result, problem=too_large) if result.num_stored == len(messages) else result
@@ -120,7 +126,7 @@ async def publish(
 def _messages(
     connection: Connection, records: Sequence[Record], last_subject_sequence: int
 ) -> tuple[list[tuple[dict[str, str], bytes]], StreamRefused | None]:
-    """Return each message's headers and data, up to one that is too large, and the error for that one."""
+    """Return the headers and data of each message, up to the first message that is too large, and the error for it."""
     messages: list[tuple[dict[str, str], bytes]] = []
     expected = {EXPECTED_SUBJECT_SEQUENCE: str(last_subject_sequence)}
     limit = connection.client.max_payload
@@ -129,8 +135,8 @@ def _messages(
         num_bytes = num_message_bytes(headers, record.data)
         if num_bytes > limit:
             return messages, connection.refused(
-                f"{record} takes {num_bytes} bytes as a message, but the server's max_payload is {limit}; set "
-                "max_payload in the server's configuration above that; until then, shipping of this log stops here"
+                f"{record} takes {num_bytes} bytes as a message, but the server's max_payload is {limit}; set a larger "
+                "max_payload in the server's configuration; until then, no more of this log is shipped"
             )
         messages.append((headers, record.data))
         expected = {EXPECTED_LAST_ID: record.message_id}
@@ -139,7 +145,7 @@ def _messages(
 
 def _answer(message: Msg) -> _Answer:
     if message.headers and message.headers.get("Status"):
-        return _Answer(error=_Refusal(0, "no stream takes the subject, or the cluster has no leader now"))
+        return _Answer(error=_Refusal(0, "no stream accepts the subject, or the cluster has no leader now"))
     try:
         return from_json(message.data, _Answer)
     except Undecodable as error:
@@ -159,10 +165,11 @@ def _result(connection: Connection, answers: Sequence[_Answer], stream_sequence:
 def _problem(connection: Connection, error: _Refusal) -> StreamUnavailable | StreamRefused:
     if error.err_code == _TOO_LARGE:
         return connection.refused(
-            f"{error.description}: the stream's max_msg_size is too small for a frame; raise it or set it to -1"
+            f"{error.description}: the stream's max_msg_size is too small for a frame; raise max_msg_size, or set it "
+            "to -1 for no limit"
         )
     if "maximum" in error.description:
         return connection.unavailable(
-            f"{error.description}: the stream is full, and nothing is dropped; raise its limits or purge old logs"
+            f"{error.description}: the stream is full and accepts no messages; raise its limits, or purge old logs"
         )
     return connection.unavailable(error.description)

@@ -1,4 +1,4 @@
-"""Ship one log over one connection. The only cursor is the last message of the log's subject in the stream."""
+"""Ship one log over one connection. The last message of the log's subject in the stream shows where to continue."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ _RETRY_AFTER_S: Final = 10.0
 
 @attrs.define
 class LogProgress:
-    """The state of shipping one log. This state outlives connections, but a new connection does not rely on it.
+    """The state of shipping one log. It is kept between connections, but a new connection does not rely on it.
 
-    This process shipped `num_frames` and `num_bytes`; `last` is the last record known to be in the stream. `problem` is
-    why nothing more is shipped for now. `lost`: first → last sequence of events retired before they were shipped.
-    `problem_kind` is one of:
+    `num_frames` and `num_bytes` count what this process has shipped. `last` is the last record that is known to be in
+    the stream. `lost` has events that were retired before they were shipped: first → last sequence number.
 
-    - `damaged`: the log, or what the stream has of it.
-    - `refused`: by the server.
+    `problem` says why no more of the log is shipped for now. `problem_kind` is one of:
+
+    - `damaged`: the log is damaged, or its messages in the stream are.
+    - `refused`: the server refused a message.
     - `skipped`: the log need not be shipped.
     - `unavailable`: the log's files cannot be read now.
     """
@@ -62,18 +63,18 @@ class LogProgress:
 
 @attrs.define(eq=False)
 class Shipment:
-    """Ships the log in `progress.directory` over one connection: `start`, then `advance` repeatedly."""
+    """Ships the log in `progress.directory` over one connection. Call `start`, then `advance` repeatedly."""
 
     connection: Connection
     configuration: StreamConfig
     label: str
     progress: LogProgress
     remark: Callable[[str], None]
-    """Called with messages for a person, possibly repeated."""
+    """Called with messages for the user. The same message can come several times."""
     resume_at: float = attrs.field(default=0.0, init=False)
-    """Monotonic seconds until which another shipper ships this log, so that this one may pause."""
+    """Time (`time.monotonic`) until which this shipper can pause, because another shipper ships the log."""
     retry_at: float = attrs.field(default=math.inf, init=False)
-    """Monotonic seconds from which to call `start` again."""
+    """Time (`time.monotonic`) at which to call `start` again; infinite: not necessary."""
     _tail: LogTail = attrs.field(init=False)
     _stream_sequence: int = attrs.field(default=0, init=False)
     _window: int = attrs.field(default=_FIRST_WINDOW, init=False)
@@ -82,7 +83,7 @@ class Shipment:
     _num_same_ends: int = attrs.field(default=0, init=False)
 
     async def start(self) -> None:
-        """Find the stream's position. The log's problems go into `progress.problem`."""
+        """Find the log's last message in the stream. A problem of the log is recorded in `progress.problem`."""
         self.retry_at = math.inf
         self.progress.problem = self.progress.problem_kind = ""
         with self._problems():
@@ -90,10 +91,10 @@ class Shipment:
             await self._find_place()
             max_age_s = self.configuration.max_age
             if self.progress.last is None and max_age_s and _age_s(self.progress.directory) > max_age_s:
-                self._stop("skipped", "it was last written longer ago than the stream keeps messages (max_age)")
+                self._stop("skipped", "the last write to the log is older than the stream's max_age for messages")
 
     async def advance(self) -> bool:
-        """Ship one batch; return False if there was nothing to ship.
+        """Ship one batch of records. Return False if there was nothing to ship.
 
         Raises:
             StreamUnavailable: the stream is full, or the server does not answer.
@@ -129,10 +130,12 @@ class Shipment:
         return True
 
     def check_end(self, *, is_final: bool) -> None:
-        """After `advance` returned False, check whether the log ends here or goes on with something that is no frame.
+        """After `advance` returned False, check whether the log ends, or bytes follow that are not an intact frame.
 
-        Unless `is_final`, this reads the files only at the second call with the same end, and only remarks on a torn
-        tail, which may still grow.
+        Damage stops the shipping of the log. If `is_final` is False, the log may be growing, so there are exceptions:
+
+        - An incomplete last frame is only reported to `remark`.
+        - The files are read only in the second call in which the end of the log is the same.
         """
         if self.progress.problem:
             return
@@ -149,12 +152,12 @@ class Shipment:
                 return
             text = f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}"
             if damage.kind == "torn_tail" and not is_final:
-                self.remark(f"{text}; waiting for its writer")
+                self.remark(f"{text}; waiting for the log's writer")
             else:
                 self._stop("damaged", f"{text}; shipped up to event {self._tail.next_sequence - 1}")
 
     async def _find_place(self) -> None:
-        """Find the log's last message in the stream, whatever its label there."""
+        """Find the log's last message in the stream, even if the log's subject there has another label."""
         tail, progress = self._tail, self.progress
         progress.log_id = tail.log_id
         known = list(await subjects_of_log(self.connection, tail.log_id))
@@ -163,41 +166,46 @@ class Shipment:
         if len(known) > 1:
             raise LogDamaged(f"the stream has this log under several subjects ({', '.join(known)}); purge all but one")
         if progress.subject != wanted:
-            self.remark(f"the stream has this log as {progress.subject}, so it is shipped there and not to {wanted}")
+            self.remark(f"the stream has this log under {progress.subject}, so it is not shipped to {wanted}")
         self._stream_sequence, progress.last = await last_record(self.connection, progress.subject)
         if known and progress.last is None:
             # nats-server 2.9 finds none after the last one was deleted by hand. The log would be shipped twice.
             raise self.connection.unavailable(
-                f"the server counts messages on {progress.subject} but finds no last one. Some versions do so after "
-                "messages were deleted by hand; restart the server that leads the stream"
+                f"the server counts messages on {progress.subject} but finds no last message. Some server versions do "
+                "so after messages were deleted by hand; restart the server that leads the stream"
             )
         tail.seek(progress.last)
 
     async def _find_place_again(self, result: BatchResult, records: list[Record], before: Record | None) -> None:
-        """Find the stream's position after a record was refused or already known."""
+        """Find the log's last message in the stream again, after the server refused a record or knew it already.
+
+        `result` is the result of publishing `records`. `before` is the record before them.
+        """
         if self._num_fruitless > _MAX_FRUITLESS:
-            raise self.connection.unavailable(f"{self.progress.subject} keeps changing, because others write to it")
+            raise self.connection.unavailable(
+                f"the last message of {self.progress.subject} keeps changing, because another process writes there"
+            )
         # A repeated record should be there; otherwise the stream should end where expected.
         here = [before, *records][result.num_stored + result.is_repetition]
         await self._find_place()
         there = _position(self.progress.last)
         if result.is_repetition and there < _position(here):
             raise self.connection.unavailable(
-                f"messages of {self.progress.subject} were deleted, and the server rejects them as duplicates "
-                "until its duplicate window has passed"
+                f"messages of {self.progress.subject} were deleted, and the server rejects the same messages as "
+                "duplicates until its duplicate window has passed"
             )
         if result.is_repetition or there > _position(here):
             self.resume_at = time.monotonic() + _STANDBY_S
-            self.remark("another shipper ships this log; no message is duplicated, and this shipper pauses")
+            self.remark("another shipper ships this log, so this shipper pauses; no message is stored twice")
 
     def _note_lost(self) -> None:
         for first, last in self._tail.lost.items():
             self.progress.lost[first] = last
-            self.remark(f"events {first} to {last} were retired here before they were shipped; the stream lacks them")
+            self.remark(f"events {first} to {last} were retired before they were shipped, so the stream lacks them")
 
     @contextlib.contextmanager
     def _problems(self) -> Iterator[None]:
-        """Let a problem of this log stop only this log. Unreadable files are tried again later."""
+        """Stop the shipping of only this log if the log has a problem. Files that cannot be read are retried later."""
         try:
             yield
         except (StreamUnavailable, StreamRefused, TimeoutError, ConnectionError):
@@ -205,7 +213,7 @@ class Shipment:
         except LogError as error:
             self._stop("damaged", str(error))
         except OSError as error:
-            self._stop("unavailable", f"its files cannot be read: {error}")
+            self._stop("unavailable", f"the log's files cannot be read: {error}")
             self.retry_at = time.monotonic() + _RETRY_AFTER_S
 
     def _stop(self, kind: Literal["damaged", "refused", "skipped", "unavailable"], reason: str) -> None:

@@ -1,6 +1,6 @@
-"""Ship a log, or all logs of a directory, to a stream: connect, ship, and start over after each failure.
+"""Ship a log, or all logs of a directory, to a stream. After each failure, connect and begin again.
 
-A shipper is a separate process, never in the serving path, and needs nothing from the engine but its files.
+A shipper is a process of its own. The serving process does not wait for it, and the shipper needs only its log files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_BACK_OFF_S: Final = 30.0
 
 @attrs.frozen
 class ShippingReport:
-    """The logs, and how many bytes of those without a problem are not in the stream."""
+    """The logs, and how many of their bytes are not in the stream. Logs with a problem do not count."""
 
     logs: list[LogProgress]
     num_bytes_behind: int
@@ -54,7 +54,7 @@ class ShippingReport:
 
     @property
     def is_refused(self) -> bool:
-        """Whether permissions or a limit of the stream keep a log out."""
+        """Whether the server refused messages of a log, because of permissions or a size limit."""
         return any(log.problem_kind == "refused" for log in self.logs)
 
     @property
@@ -65,12 +65,14 @@ class ShippingReport:
 
 @attrs.define(eq=False)
 class Shipper:
-    """Ships `path`, a log's directory or a directory of logs. `await run()`; call `stop()` from the same event loop.
+    """Ships the log, or the logs, in the directory `path`. Await `run`, and call `stop` from the same event loop.
 
-    With `follow` it runs until stopped, and ships new logs, too. Otherwise it ends when everything is shipped, and
-    gives up after `give_up_after_s` without progress. `on_remark(log, text)` gets each message for a person once;
-    `on_progress()` is called after something was shipped. After `stop`, it ships for up to `grace_s`; a second `stop`
-    ends it at once.
+    With `follow`, the shipper runs until `stop`, and also ships logs that begin later. Without `follow`, it ends when
+    everything is shipped, and gives up after `give_up_after_s` seconds without progress. After `stop`, it ships for up
+    to `grace_s` seconds. A second `stop` ends it at once.
+
+    `on_remark(log, text)` gets every message for the user, and no message twice. `on_progress()` is called each time
+    something was shipped.
     """
 
     path: Path
@@ -92,16 +94,16 @@ class Shipper:
     _remarked: set[tuple[Path | None, str]] = attrs.field(factory=set, init=False)
 
     async def run(self) -> ShippingReport:
-        """Ship, and return the report.
+        """Ship the logs, and return the report.
 
         Raises:
-            StreamRefused: credentials, permissions, certificates or the stream are unsuitable.
-            StreamUnavailable: the shipper gave up.
+            StreamRefused: credentials, permissions, certificates or the stream's settings do not allow shipping.
+            StreamUnavailable: the shipper gave up after failed attempts.
             LogError: there is no log to ship.
         """
         self._find_logs()
         if not self.logs and not self.follow:
-            raise LogError(f"{self.path}: holds no log, neither segments (*.kvlog) nor a folder with some")
+            raise LogError(f"{self.path}: holds no log: neither segments (*.kvlog) nor a directory with segments")
         self._progress_at = time.monotonic()
         try:
             async with asyncio.timeout(None) as self._limit:
@@ -109,7 +111,7 @@ class Shipper:
         except TimeoutError:
             if self._limit is None or not self._limit.expired():
                 raise
-            # The grace period is over; the report has what is left.
+            # The grace period is over. The report states how many bytes were not shipped.
         except StreamUnavailable as error:
             if not self._stopping.is_set():
                 raise
@@ -117,7 +119,7 @@ class Shipper:
         return self.report()
 
     def stop(self) -> None:
-        """Ship the rest, and end."""
+        """Ship the rest for up to `grace_s` seconds, then end `run`. A second call ends it at once."""
         grace_s = 0.0 if self._stopping.is_set() else self.grace_s
         self._stopping.set()
         if self._limit is not None:
@@ -146,7 +148,7 @@ class Shipper:
                 if was_stopping or (not self.follow and waited_s > self.give_up_after_s):
                     raise
                 if self._stopping.is_set():
-                    continue  # Once more: the connection may have broken long ago.
+                    continue  # Try once more: the connection may have broken long ago.
                 # The shippers of a fleet must not retry at the same moment.
                 pause_s = self._back_off_s * random.uniform(0.5, 1.0)  # noqa: S311
                 self._back_off_s = min(_MAX_BACK_OFF_S, self._back_off_s * 2)
@@ -154,7 +156,7 @@ class Shipper:
                 await self._pause(pause_s)
 
     async def _ship_over(self, connection: Connection) -> None:
-        """Ship until everything is shipped and it is time to end, or raise."""
+        """Ship over one connection. Return when everything is shipped and the shipper must end."""
         configuration = await ensure_stream(connection, self.new_stream)
         for warning in warnings_about(configuration):
             self._remark(None, warning)
@@ -177,7 +179,10 @@ class Shipper:
                 return
 
     async def _ship_round(self, shipments: Iterable[Shipment], *, stand_by: bool) -> bool:
-        """Ship a batch of each log; return whether there was anything to ship."""
+        """Ship one batch of each log. Return whether there was anything to ship.
+
+        With `stand_by`, leave out logs that another shipper ships.
+        """
         has_shipped = False
         for shipment in shipments:
             if not stand_by or time.monotonic() >= shipment.resume_at:
@@ -190,7 +195,7 @@ class Shipper:
     async def _start_new(
         self, shipments: dict[Path, Shipment], connection: Connection, configuration: StreamConfig
     ) -> bool:
-        """Start new logs, and those whose `retry_at` has come; return whether there were new ones."""
+        """Start to ship new logs, and try logs again whose `retry_at` is reached. Return whether any log is new."""
         self._find_logs()
         new = self.logs.keys() - shipments.keys()
         for directory, log in self.logs.items():
@@ -211,7 +216,7 @@ class Shipper:
             self._remark(None, f"{self.path} cannot be read: {error}")
             return
         for link in links:
-            self._remark(None, f"{refused_link(link)}; what it leads to is not shipped")
+            self._remark(None, f"{refused_link(link)}; logs at the link's target are not shipped")
         for directory in found:
             try:
                 if directory not in self.logs and segment_paths(directory):

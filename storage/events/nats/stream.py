@@ -1,4 +1,4 @@
-"""The stream itself: create and check it, list its logs, find the end of each."""
+"""The stream in NATS: create and check it, list its logs, find the last message of each log."""
 
 from __future__ import annotations
 
@@ -35,19 +35,21 @@ __all__ = [
 
 _SUBJECTS: Final = f"{SUBJECT_PREFIX}.*.*"
 _MAX_SUBJECTS: Final = 100_000
-"""Most subjects that STREAM.INFO lists at once (nats-server's JSMaxSubjectDetails)."""
+"""Maximum number of subjects that STREAM.INFO lists at once (nats-server's JSMaxSubjectDetails)."""
 _LOG_ID_DIGITS: Final = 32
 _STORED_BYTES: Final = 256
-"""More bytes than a stored message takes besides its own: the expected position, the subject, the server's record."""
+"""Upper bound in bytes of what a stored message takes in addition to the size of the message.
+
+This is for the header with the expected position, the subject and the server's own record."""
 _MAX_RESERVE_BYTES: Final = 16 << 20
 
 
 @attrs.frozen
 class LogInStream:
-    """One log of a stream; `num_messages` counts frames and header blocks.
+    """One log of a stream. `num_messages` is the number of its frames and header blocks.
 
-    `header` is None if the log's first message is not a header block, `last` is None if no shipper wrote the last
-    message.
+    `header` is the header block in the log's first message; None: that message has no header block. `last` is the
+    record in the log's last message; None: no shipper wrote that message.
     """
 
     log_id: str
@@ -67,10 +69,10 @@ def new_stream(
     keeps_newest: bool = False,
     duplicate_window_s: float = 120,
 ) -> StreamConfig:
-    """Return the configuration for creating a stream. 0 means no limit.
+    """Return the configuration for a new stream. 0 for `max_age_s` or `max_bytes` means no limit.
 
-    When `max_bytes` is reached, the stream refuses messages and shippers wait; with `keeps_newest`, it drops its
-    oldest messages.
+    When `max_bytes` is reached, the stream refuses new messages, and shippers wait. With `keeps_newest`, the stream
+    drops its oldest messages instead.
     """
     return StreamConfig(
         description="kvledger: event logs, one subject a log, one message a frame",
@@ -86,10 +88,10 @@ def new_stream(
 
 
 async def ensure_stream(connection: Connection, new: StreamConfig | None) -> StreamConfig:
-    """Create the stream with the configuration `new` if it is missing; return its configuration.
+    """Return the stream's configuration. Create a missing stream with the configuration `new`.
 
     Raises:
-        StreamRefused: the stream is missing and `new` is None, or it would lose or mix up messages.
+        StreamRefused: the stream is missing and `new` is None, or the stream's configuration would lose messages.
     """
     name = connection.address.stream
     try:
@@ -108,11 +110,11 @@ async def ensure_stream(connection: Connection, new: StreamConfig | None) -> Str
 
 def _problems(configuration: StreamConfig) -> Iterator[str]:
     if not any(_covers(subject) for subject in configuration.subjects or []):
-        yield f"it does not take the subjects {_SUBJECTS}"
+        yield f"it does not accept the subjects {_SUBJECTS}"
     if configuration.retention != RetentionPolicy.LIMITS:
-        yield f"its retention is '{configuration.retention}', which deletes what was read; it must be 'limits'"
+        yield f"its retention is '{configuration.retention}', which deletes messages after reading; set it to 'limits'"
     if configuration.no_ack:
-        yield "it has no_ack: messages are not acknowledged"
+        yield "its setting no_ack is on, so it does not acknowledge messages; set no_ack to false"
     if configuration.max_msgs_per_subject > 0:
         limit = configuration.max_msgs_per_subject
         yield f"max_msgs_per_subject={limit} drops the beginning of every log; set it to -1"
@@ -124,13 +126,13 @@ def warnings_about(configuration: StreamConfig) -> Iterator[str]:
     """Yield warnings about a stream's configuration."""
     is_bounded = (configuration.max_bytes or -1) > 0 or (configuration.max_msgs or -1) > 0
     if is_bounded and configuration.discard == DiscardPolicy.OLD:
-        yield "when the stream is full it drops its oldest messages (discard 'old')"
+        yield "the stream drops its oldest messages when it is full, because its discard policy is 'old'"
     if configuration.storage == StorageType.MEMORY:
-        yield "the stream is in memory: its logs are lost when its servers restart"
+        yield "the stream is stored in memory, so its logs are lost when its servers restart"
     if configuration.num_replicas == 1:
-        yield "the stream has one replica: its logs are lost with that server's disk"
+        yield "the stream has one replica, so its logs are lost if that server loses its disk"
     if 0 < configuration.duplicate_window < 1:
-        yield "the duplicate window is under a second, so only the expected sequence identifies repeated messages"
+        yield "the duplicate window is under 1 second, so only the expected sequence identifies repeated messages"
 
 
 def _covers(subject: str) -> bool:
@@ -142,10 +144,11 @@ def _covers(subject: str) -> bool:
 
 
 async def check_capacity(connection: Connection, configuration: StreamConfig, records: Sequence[Record]) -> None:
-    """Raise `StreamUnavailable` if the records do not fit into a bounded stream that refuses messages when full.
+    """Raise `StreamUnavailable` if the records do not fit into a stream that refuses messages when it is full.
 
-    nats-server 2.9 does not count its own overhead: it accepts a message that just fits, and then drops the oldest one,
-    most likely a log's header. A shipper stops before that; the reserve is for what others send meanwhile.
+    nats-server 2.9 does not count its own overhead. If a message just fits, the server accepts it and then drops the
+    stream's oldest message, most likely a log's header block. A shipper must therefore stop earlier. The check keeps a
+    reserve for messages that other shippers send meanwhile.
     """
     bound = configuration.max_bytes or -1
     if bound <= 0 or configuration.discard == DiscardPolicy.OLD:
@@ -154,13 +157,13 @@ async def check_capacity(connection: Connection, configuration: StreamConfig, re
     needed = sum(num_message_bytes(message_headers(record), record.data) + _STORED_BYTES for record in records)
     if used + needed > bound - min(bound // 20, _MAX_RESERVE_BYTES):
         raise connection.unavailable(
-            f"the stream is full (max_bytes {bound}), and nothing is dropped; raise max_bytes, or purge logs that are "
+            f"the stream is full (max_bytes {bound}) and accepts no messages; raise max_bytes, or purge logs that are "
             "no longer needed"
         )
 
 
 async def subjects_of_log(connection: Connection, log_id: str) -> dict[str, int]:
-    """Return subject → number of messages for the logs whose id begins with `log_id` ("": all)."""
+    """Return subject → number of messages, for the logs whose id begins with `log_id` ("": for all logs)."""
     stream = connection.address.stream
     pattern = f"{SUBJECT_PREFIX}.*.{log_id if len(log_id) == _LOG_ID_DIGITS else '*'}"
     try:
@@ -168,15 +171,15 @@ async def subjects_of_log(connection: Connection, log_id: str) -> dict[str, int]
     except NotFoundError:
         raise connection.refused(f"there is no stream {stream}") from None
     if len(found) >= _MAX_SUBJECTS:
-        raise connection.refused(f"the stream holds {_MAX_SUBJECTS} logs or more; give a whole log id")
+        raise connection.refused(f"the stream holds {_MAX_SUBJECTS} logs or more; give the complete id of one log")
     return {subject: num for subject, num in found.items() if subject.rpartition(".")[2].startswith(log_id)}
 
 
 async def last_record(connection: Connection, subject: str) -> tuple[int, Record | None]:
-    """Return stream sequence and record of a subject's last message; 0 and None if the server finds none.
+    """Return the stream sequence and the record of a subject's last message; 0 and None: the server finds no message.
 
     Raises:
-        LogDamaged: no shipper wrote the message.
+        LogDamaged: the message was not written by a shipper.
     """
     stream = connection.address.stream
     try:
@@ -187,13 +190,16 @@ async def last_record(connection: Connection, subject: str) -> tuple[int, Record
     if isinstance(record, str):
         raise LogDamaged(
             f"{connection.address}: message {message.seq} on {subject} was not written by a shipper: {record}; find "
-            f"out what wrote it; 'nats stream rmm {stream} {message.seq}' removes it"
+            f"out who wrote the message; 'nats stream rmm {stream} {message.seq}' removes it"
         )
     return message.seq or 0, record
 
 
 async def find_logs(connection: Connection, log_id: str = "") -> list[LogInStream]:
-    """Return the logs whose id begins with `log_id` ("": all), the newest last. Two requests per log."""
+    """Return the logs whose id begins with `log_id` ("": all logs), the newest last.
+
+    This takes two requests to the server for each log.
+    """
     logs = []
     for subject, num_messages in (await subjects_of_log(connection, log_id)).items():
         label, _, whole_id = subject.removeprefix(f"{SUBJECT_PREFIX}.").rpartition(".")
@@ -207,7 +213,7 @@ async def find_logs(connection: Connection, log_id: str = "") -> list[LogInStrea
 
 
 async def _first_header(connection: Connection, subject: str) -> SegmentHeader | None:
-    """Return the header block in a subject's first message, or None."""
+    """Return the header block in a subject's first message. None: the message is missing or has no header block."""
     try:
         message = await connection.jetstream.get_msg(connection.address.stream, seq=1, subject=subject, next=True)
         return decode_header(message.data or b"", subject)

@@ -1,7 +1,7 @@
-"""Read the records of a log on disk from any place on, even while it is written. Never locks, never writes.
+"""Read the records of a log on disk from any place on, even while the log is written. Takes no lock, writes nothing.
 
-The tail yields only whole records that follow from the one before: CRC, sequence and chain are checked. `LogReader`
-names the damage, as for ``verify``. Knows no network.
+`LogTail` returns only complete records that continue the record before, which it checks by CRC, sequence number and
+chain hash. It finds damage with `LogReader`, like ``kvledger verify``. This module must not know the network.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ _LOG_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class LogTail:
-    """One log's records in order. `read` until it returns nothing; `trouble` then returns what prevents reading on.
+    """The records of one log, in order.
 
-    `last` is the last record read, or the one given to `seek`; set it to an earlier record to read again from there.
-    `lost`: first → last sequence of events retired before they could be read.
+    Call `read` until it returns no records. `trouble` then returns the damage that prevents further reading, if any.
+
+    `last` is the record that was read last, or that was given to `seek`. Set it to an earlier record to continue after
+    that record. `lost` has events that were retired before they could be read: first → last sequence number.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Look at the log in `directory`.
+        """Prepare to read the log in `directory`.
 
         Raises:
             LogError: the directory holds no log, or no segment has a readable header.
@@ -51,14 +53,14 @@ class LogTail:
 
     @property
     def next_sequence(self) -> int:
-        """First sequence number that is not read yet."""
+        """Sequence number of the first event that is not read yet."""
         return 1 if self.last is None else self.last.next_sequence
 
     def seek(self, last: Record | None) -> None:
-        """Continue after `last`, which the stream holds; None: begin with the first existing segment.
+        """Continue after `last`, a record that is in the stream. None: begin with the first existing segment.
 
         Raises:
-            LogForked: the files have other bytes there, or end earlier.
+            LogForked: the files have other bytes at the place of `last`, or end before its end.
         """
         self.last = last
         if last is None:
@@ -68,17 +70,20 @@ class LogTail:
             with SegmentBytes(segment) as data:
                 stored = data.read(last.offset, len(last.data))
         except FileNotFoundError:
-            return  # Retired by now; `_successor` finds what follows.
+            return  # The segment was retired; `_successor` finds the next one.
         if stored != last.data:
             num_missing = len(last.data) - len(stored)
-            found = f"ends {num_missing} bytes before that" if last.data.startswith(stored) else "differs"
+            found = f"ends {num_missing} bytes too early" if last.data.startswith(stored) else "has other bytes there"
             raise LogForked(
-                f"{segment}: the stream holds {last}, but the file {found}: the log lost data (a power cut with "
-                "durability 'os' does that) or was rewritten. The stream keeps its data; start a new log"
+                f"{segment}: the stream holds {last}, but the file {found}. The log lost data (a power cut with "
+                "durability 'os' can do that) or was rewritten. The stream keeps its data; start a new log"
             )
 
     def read(self, max_records: int, max_bytes: int) -> list[Record]:
-        """Return the next whole records up to one of the limits; at least one if there is one."""
+        """Return the next complete records, until one of the limits is reached.
+
+        Returns at least one record if there is one. The list is empty if no complete record follows.
+        """
         records: list[Record] = []
         for record in self._records():
             self.last = record
@@ -89,13 +94,13 @@ class LogTail:
         return records
 
     def trouble(self) -> Damage | None:
-        """Return what prevents reading on; None if this is the log's end, or if the log has grown.
+        """Return the damage that prevents further reading. None if the log ends here or has grown meanwhile.
 
-        A ``torn_tail`` may be a frame that is being written, unless the file no longer changes. This method reads the
-        whole last segment, unless the log plainly ends here.
+        If the file is being written, a ``torn_tail`` may be a frame that is not complete yet. If bytes follow the last
+        record, this method reads the record's segment again from its start.
 
         Raises:
-            LogForked: the file no longer holds what was read.
+            LogForked: the file no longer has the bytes that were read.
             LogError: the log is gone.
         """
         self.seek(self.last)
@@ -115,7 +120,7 @@ class LogTail:
         return None
 
     def _records(self) -> Iterator[Record]:
-        """Yield what follows `last`. The caller must set `last` to each record before it asks for the next."""
+        """Yield the records after `last`. The caller must set `last` to each record before it asks for the next one."""
         while True:
             # Looked up first: a segment with a successor is no longer written to.
             successor = self._successor()
@@ -127,7 +132,7 @@ class LogTail:
             yield header
 
     def _frames(self, last: Record) -> Generator[Record, None, bool]:
-        """Yield the frames after `last` in its segment; return whether the segment ends there."""
+        """Yield the frames after `last` in the segment of `last`. Return whether the segment ends after the frames."""
         try:
             data = SegmentBytes(self.directory / last.segment)
         except FileNotFoundError:
@@ -137,10 +142,10 @@ class LogTail:
             for offset, frame in data.frames(end, last.next_sequence, last.chain_hash):
                 end = offset + frame_bytes(frame)
                 yield record_of_frame(last.segment, offset, data.read(offset, frame_bytes(frame)), frame)
-            return end >= data.num_bytes  # Otherwise something that is no frame follows, or not yet one.
+            return end >= data.num_bytes  # Otherwise bytes follow that are not a frame, or not a complete one yet.
 
     def _successor(self) -> Path | None:
-        """Return the segment to continue in. In an intact log its name is known, so one look is enough."""
+        """Return the segment after the one of `last`, or None. In an intact log, its name follows from `last`."""
         if self.last is not None:
             expected = self.directory / segment_name(self.last.next_sequence)
             if expected.name != self.last.segment and os.path.lexists(expected):
@@ -153,7 +158,7 @@ class LogTail:
         return segments[0]
 
     def _header(self, segment: Path) -> Record | None:
-        """Return the segment's header block if it can follow."""
+        """Return the record of the segment's header block, or None if it does not continue `last`."""
         try:
             header = read_header(segment)
             with SegmentBytes(segment) as data:
@@ -166,14 +171,17 @@ class LogTail:
         if first == expected:
             does_follow = self.last is None or header.previous_head_hash == self.last.chain_hash
             return Record(segment.name, 0, block, first, first, header.chain_hash) if does_follow else None
-        # The segments before it are gone.
+        # The segments before this one were deleted.
         self.lost[expected] = first - 1
         retired = _retirement(self.directory, self.log_id, expected, first)
         return Record(segment.name, 0, block, first, first, header.chain_hash, retired)
 
 
 def _retirement(directory: Path, log_id: str, first_sequence: int, end_sequence: int) -> str:
-    """Return one retirement for the sequences as JSON, merged from the record; "" if that leaves a gap."""
+    """Return one retirement, as JSON, that covers all events from `first_sequence` up to before `end_sequence`.
+
+    It is merged from the entries of the log's record. "" if the entries do not cover all of these events.
+    """
     chain = retired_between(read_retirements(directory), log_id, first_sequence, end_sequence)
     if not chain:
         return ""
@@ -188,7 +196,7 @@ def _retirement(directory: Path, log_id: str, first_sequence: int, end_sequence:
 
 
 def num_bytes_behind(directory: Path, last: Record | None) -> int:
-    """Return how many bytes the segments hold after `last` (None: in all)."""
+    """Return how many uncompressed bytes of the log are after the record `last`. None: all bytes of the log."""
     total = 0
     for segment in _segments(directory):
         if last is None or segment.name >= last.segment:
@@ -197,7 +205,7 @@ def num_bytes_behind(directory: Path, last: Record | None) -> int:
 
 
 def _log_id(directory: Path) -> str:
-    reason = "it holds no log segment (*.kvlog)"
+    reason = "the directory holds no log segment (*.kvlog)"
     for segment in _segments(directory):
         try:
             log_id = read_header(segment).log_id

@@ -65,7 +65,7 @@ def test_the_recorder_around_a_child_names_an_end_that_the_child_does_not_owe(fi
     """Its own workers' reports reach it apart from those of its siblings."""
     what = "the release of kept blocks" if field == "finished_sending" else "the end of an asynchronous load"
     engine = engine_with(Several(children=(KVLEDGER, Recorded(inner=meddler(field, num_steps)))))
-    assert found_in(engine) == {"COMPLETION_ONCE": {f"Meddler reports {what} of 'victim', but it has none pending"}}
+    assert found_in(engine) == {"COMPLETION_ONCE": {f"Meddler reports {what} of 'victim', but has no such end pending"}}
 
 
 @pytest.mark.parametrize("field", ["finished_recving", "failed_recving"])
@@ -158,7 +158,7 @@ def test_an_end_of_blocks_that_only_a_sibling_keeps_is_named(recorded: str) -> N
     children = (keeper, Recorded(inner=other) if recorded == "child" else other)
     setup: ConnectorSetup = Several(children=children)
     details, _ = details_of(setup if recorded == "child" else Recorded(inner=setup))
-    what = "but it has none pending" if recorded == "child" else "but only other children keep them"
+    what = "but has no such end pending" if recorded == "child" else "but only other children keep these blocks"
     assert f"Meddler reports the release of kept blocks of 'victim', {what}" in details
 
 

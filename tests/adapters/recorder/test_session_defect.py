@@ -38,7 +38,7 @@ def test_a_session_of_offloading_connector_breaks_table_eq(record: Callable[...,
     assert {violation.request_id for violation in audit.violations} == {"session"}
     first = audit.violations[0]
     assert "takes block" in first.detail
-    assert "of the request, but the rest of the request's table does not have it" in first.detail
+    assert "of the request's block table, but the table does not have this id after that position" in first.detail
     assert list(audit.divergences) == []
 
 

@@ -88,7 +88,7 @@ def test_a_log_whose_engine_was_killed_in_a_call_says_which(
     _, text = said(command, tmp_path / "left")
     event = end["under_way"]["sequence"]
     assert f"{CALLS['get_num_new_matched_tokens']} since event {event} (" in text
-    assert "the log does not contain its end" in text
+    assert "the log does not contain the end of this call" in text
     _, whole = said(command, recording.log.log.directory)
     assert "since event" not in whole
 

@@ -65,7 +65,7 @@ def test_an_answer_of_any_size_is_in_the_log(answer: int, record: Record, monkey
 
 
 def test_an_integer_of_numpy_is_recorded_as_an_integer(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM adds such an answer to its own counts, so the counts of later steps are integers of numpy, too."""
+    """Such an answer is added to the counts of vLLM, so the counts of later steps are integers of numpy, too."""
     answer_of = Neighbour.get_num_new_matched_tokens
 
     def numpys(neighbour: Neighbour, request: Any, num_computed_tokens: int) -> tuple[Any, bool]:

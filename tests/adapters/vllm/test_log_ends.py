@@ -225,7 +225,7 @@ def test_a_start_notes_a_newest_segment_that_is_gone_and_reads_none_where_nothin
     assert _remarks(tmp_path) == ()
     newest.unlink()
     (remark,) = _remarks(tmp_path)
-    assert remark.startswith(f"the log before, {log.directory.name}, lacks its end: log.end names it, but ")
+    assert remark.startswith(f"the log before, {log.directory.name}, lacks its end: log.end names a later segment, ")
     newest.write_bytes(whole)
     assert _remarks(tmp_path) == ()
 

@@ -470,7 +470,7 @@ def test_a_block_that_a_load_fills_for_another_request_is_not_given(how: str, *,
     (violation,) = driver.audited().violations
     assert violation.rule == "LOAD_DST_EXCLUSIVE"
     assert violation.request_id == "running"
-    assert violation.detail == "it is given block 2, which load 2 of 'loads' is still filling"
+    assert violation.detail == "the request gets block 2, which load 2 of 'loads' is still filling"
 
 
 def test_a_block_that_an_asynchronous_load_fills_is_not_shared() -> None:

@@ -57,7 +57,7 @@ def settled_before_it_is_written(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=TWO_IN_FLIGHT)
 def written_counted_as_in_flight(touch: Touch) -> Sequence[Patch]:
-    """Tokens of a step in flight do not count when a request loses its blocks, though the copy follows that step."""
+    """Tokens of a step in flight count as unsettled when a request loses its blocks, though the save comes later."""
 
     def num_written_tokens(original: Any, reader: RequestReader, request: Any, num_computed_tokens: int) -> int:
         written: int = original(reader, request, num_computed_tokens)
@@ -83,19 +83,19 @@ def stop_token_counted_as_computed(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=Worlds())
 def one_short_at_the_end(touch: Touch) -> Sequence[Patch]:
-    """The last computed token of an ended request does not count, so a chunk that it completes is lost."""
+    """The last computed token of an ended request does not count as settled, so a chunk that ends with it is lost."""
     return [by(touch, e.RequestFinished, -1)]
 
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=Walks())
 def one_short_at_a_preemption(touch: Touch) -> Sequence[Patch]:
-    """The last computed token of a preempted request does not count."""
+    """The last computed token of a preempted request does not count as settled."""
     return [by(touch, e.RequestPreempted, -1)]
 
 
 @mutant("SETTLED_EXACT", "vllm#46014", scene=TWO_IN_FLIGHT)
 def in_flight_counted_as_settled(touch: Touch) -> Sequence[Patch]:
-    """A step counts tokens as settled that another step in flight still computes."""
+    """A step counts tokens as settled, though another step in flight still computes them."""
 
     def settled(original: Any, encoder: StepEncoder, record: Any, num_settled: int, num_in_flight: int = -1) -> Any:
         counts = num_settled, num_settled + max(0, num_in_flight)
@@ -122,7 +122,7 @@ def one_short_in_a_step(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#47728", scene=HybridWorlds())
 def window_left_too_late(touch: Touch) -> Sequence[Patch]:
-    """The count of settled tokens at which a sliding window freed its blocks is one too high."""
+    """The recorded count of settled tokens at which a sliding window freed its blocks is one too high."""
 
     def left(original: Any, reader: StepReader, record: Any, processed: Any, time_ns: int) -> None:
         if processed is not None:
@@ -135,7 +135,7 @@ def window_left_too_late(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "LMCache#653", scene=Worlds())
 def later_part_counted_from_one_further(touch: Touch) -> Sequence[Patch]:
-    """A later part of a chunked prompt counts from one token after the end of the previous part."""
+    """A later part of a chunked prompt is counted from one token after the end of the previous part."""
 
     def advanced(original: Any, reader: StepReader, counts: Any, num_scheduled: Any) -> list[Any]:
         rows = original(reader, counts, num_scheduled)

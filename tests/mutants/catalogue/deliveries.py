@@ -92,7 +92,7 @@ def end_of_save_forgotten(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DELIVERED_ONCE", scene=Worlds())
 def refused_although_issued(touch: Touch) -> Sequence[Patch]:
-    """The connector refuses a load that it issued, so the load overwrites blocks that are computed by then."""
+    """The connector refuses a load that it issued, so the load overwrites blocks that vLLM has computed by then."""
 
     def observe(original: Any, journal: Journal, event: e.Event) -> list[e.Event]:
         decisions: list[e.Event] = original(journal, event)

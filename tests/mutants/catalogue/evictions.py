@@ -111,7 +111,7 @@ def end_is_no_use(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def beginning_young_when_its_end_leaves(touch: Touch) -> Sequence[Patch]:
-    """Evicting the end of a prompt counts as a use of the chunk before it, which then outlives younger chunks."""
+    """Evicting the end of a prompt counts as a use of the chunk before, which then outlives later used chunks."""
 
     def remove(original: Any, forest: Forest, keys: Sequence[bytes]) -> None:
         before = frozenset(map(forest._parent_of.get, keys)).difference(forest._order)

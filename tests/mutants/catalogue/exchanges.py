@@ -75,7 +75,7 @@ def answers_a_block_less(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def answers_the_last_one(touch: Touch) -> Sequence[Patch]:
-    """The connector answers a lookup that has a hit with the previous lookup's answer, if that is smaller."""
+    """The connector answers a lookup that has a hit with the previous lookup's answer, if that answer is smaller."""
     last: dict[int, tuple[int | None, bool]] = {}
 
     def change(side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
@@ -142,7 +142,7 @@ def _ends(change: Callable[[SchedulerSide, Any, bool], bool]) -> Patch:
 
 @mutant(RULE, "vllm#46240", scene=ASYNC_SAVES)
 def freed_under_a_copy(touch: Touch) -> Sequence[Patch]:
-    """The connector lets vLLM free an ended request's blocks, though a copy reads them and it decided to hold them."""
+    """The connector lets vLLM free an ended request's blocks, though a copy reads them and the log holds them."""
 
     def change(_side: SchedulerSide, _request: Any, keeps_blocks: bool) -> bool:
         if keeps_blocks:
@@ -204,7 +204,7 @@ def second_load_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def saved_too_late(touch: Touch) -> Sequence[Patch]:
-    """The workers get copies that must precede the forward pass with the copies that follow it."""
+    """The workers get copies that must precede the forward pass in the list of copies that follow the pass."""
 
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.saves_before_forward:
@@ -229,7 +229,7 @@ def handed_out_with_other_slots(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=LATE)
 def not_waited_for(touch: Touch) -> Sequence[Patch]:
-    """The step's metadata leaves out the copies that the workers must finish before overwriting their blocks."""
+    """The step's metadata leaves out the copies that must be finished before the step overwrites their blocks."""
 
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.awaited:
@@ -373,7 +373,7 @@ def reset_not_recorded(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def allocation_not_recorded(touch: Touch) -> Sequence[Patch]:
-    """The connector does not record an allocation without a load, though the step uses its blocks."""
+    """The connector does not record an allocation without a load, though the step uses the allocated blocks."""
 
     def observe(original: Any, journal: Journal, event: e.Event) -> Any:
         if not isinstance(event, e.BlocksAllocated) or event.num_external_tokens:
@@ -451,7 +451,7 @@ def failed_load_given_as_good(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "LMCache#3388", scene=FailedLoads())
 def load_errors_of_good_loads(touch: Touch) -> Sequence[Patch]:
-    """A worker reports the blocks of successful loads as not filled, instead of those of failed loads."""
+    """A worker reports the blocks of successful loads as not filled, instead of the blocks of failed loads."""
 
     def take(original: Any, side: WorkerSide) -> set[int]:
         failed: set[int] = original(side)

@@ -32,7 +32,7 @@ DIGESTED = Worlds(connector=(("digests", "all"), ("load_mode", "async")))
 
 @mutant("ALLOC_MATCHES_LOOKUP", "vllm#34616", scene=Worlds())
 def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
-    """The connector counts the claimed tokens from the number of blocks, so it rounds them up."""
+    """The connector computes the claimed tokens from the number of blocks, so it rounds them up to whole blocks."""
 
     def allocated(event: e.Event, journal: Any) -> e.Event:
         if not isinstance(event, e.BlocksAllocated) or not event.num_external_tokens:
@@ -48,7 +48,7 @@ def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
 
 @mutant("ALLOC_MATCHES_LOOKUP", scene=Walks())
 def awaited_load_within_its_step(touch: Touch) -> Sequence[Patch]:
-    """A load answered as asynchronous is issued as one that precedes the step's forward pass."""
+    """A load that was answered as asynchronous is issued as a load that precedes the step's forward pass."""
 
     def load(decision: e.Event, *_: Any) -> e.Event:
         if not isinstance(decision, e.LoadIssued) or not decision.is_async:
@@ -61,7 +61,7 @@ def awaited_load_within_its_step(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EXTERNAL_ZERO_NO_LOAD", "LMCache#4355", "LMCache#4762", "vllm#55209", scene=Walks())
 def loads_what_was_not_taken_up(touch: Touch) -> Sequence[Patch]:
-    """The connector loads what it last answered, though vLLM claimed none of it."""
+    """The connector loads the tokens of its last answer, though vLLM claimed none of them."""
     original = loads.load_what_was_answered
 
     def load(turn: Any, event: e.BlocksAllocated) -> None:
@@ -178,7 +178,7 @@ def unfilled_blocks_stay_hashed(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FAILED_LOAD_TAINT", "vllm#49250", scene=FailedLoads(ends=("owner", "sharer")))
 def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
-    """The connector offers chunks that were computed on a failed load and saved before it failed."""
+    """The connector offers chunks that were computed on a failed load and saved before the load failed."""
 
     def settled(decision: e.Event, _turn: Any, job: Copy) -> e.Event:
         if not isinstance(decision, e.SaveFailed) or job.ranks_failed or not job.is_doubtful:
@@ -192,7 +192,7 @@ def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
 
 @mutant("ROLLBACK_OBSERVED", "LMCache#3388", "vllm-ascend#13099", scene=FAILING)
 def failed_blocks_not_told(touch: Touch) -> Sequence[Patch]:
-    """The worker does not report which blocks it could not fill, so the request goes on."""
+    """The worker does not report which blocks it could not fill, so the request of these blocks goes on."""
 
     def take_failed_block_ids(original: Any, side: WorkerSide) -> set[int]:
         if original(side):

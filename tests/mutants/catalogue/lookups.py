@@ -55,7 +55,7 @@ SHARING = Worlds(
 
 @mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
 def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
-    """A repeated lookup answers the whole cached hit, without subtracting what vLLM has computed itself."""
+    """The connector answers a repeated lookup with the whole cached hit, without subtracting vLLM's computed tokens."""
 
     def answered(decision: e.Event, turn: Any, _event: Any) -> e.Event:
         if turn.record.answer is None or not isinstance(decision, e.LookupAnswered) or not decision.num_external_tokens:
@@ -69,7 +69,7 @@ def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
 def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
-    """A repeated lookup uses the computed tokens of the first lookup, though vLLM has evicted some since."""
+    """A repeated lookup is answered as if vLLM still had all computed tokens of the first lookup."""
     first: dict[tuple[int, str, int], int] = {}
 
     def answered(decision: e.Event, turn: Any, event: Any) -> e.Event:
@@ -114,7 +114,7 @@ def slower_without_proof(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LONGEST_HIT", scene=SLOW_COPIES)
 def never_tried_again(touch: Touch) -> Sequence[Patch]:
-    """After loading was once slower than computing, the connector never offers anything again."""
+    """After loading was measured to be slower than computing, the connector never offers anything again."""
 
     def is_slower(original: Any, costs: TokenCosts, time_ns: int) -> bool:
         if costs.state.declined_until_ns is None:
@@ -168,7 +168,7 @@ def prompt_only(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CURSOR_LE_FRONTIER", "LMCache#4508", scene=ROOMY)
 def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
-    """Every lookup advances the save cursor by its hit."""
+    """Every lookup moves the save cursor (the next chunk to save) forward by the length of its hit."""
 
     def folded(original: Any, tracker: RequestTracker) -> dict[Any, Any]:
         def answered(event: e.LookupAnswered, sequence: int, subject: Subject) -> None:
@@ -198,7 +198,7 @@ def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DEFER_BOUNDED", "vllm#44294", scene=SHARING)
 def deferred_for_any_load(touch: Touch) -> Sequence[Patch]:
-    """A lookup waits for another request's load, even if that load brings none of its chunks."""
+    """A lookup is deferred for another request's load, even if that load brings no chunk of the looked-up request."""
 
     def shared_load(
         original: Any, end_token: int, num_computed_tokens: int, record: RequestRecord, projections: Projections
@@ -248,7 +248,7 @@ def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
 
 @mutant("PIN_BALANCE", "LMCache#1254", "LMCache#3381", "vllm#44100", scene=TINY_POOL)
 def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
-    """Every repeated lookup pins its hit once more, but the claim or the end of the request unpins it once."""
+    """Every repeated lookup pins its hit once more, but the claim or the end of the request removes only one pin."""
 
     def answered(original: Any, pool: Pool, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
         ordinal, promised = event.ordinal, pool.state.promised
@@ -311,7 +311,7 @@ def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RESET_EPOCH", "vllm#48090", scene=RESETTING_BESIDE)
 def late_save_committed(touch: Touch) -> Sequence[Patch]:
-    """A save in flight during a cache reset is committed after it."""
+    """A save in flight during a cache reset is committed after the reset."""
 
     def save_completed(original: Any, pool: Pool, event: e.SaveCompleted, sequence: int, subject: Any) -> None:
         job = subject.copy
@@ -327,7 +327,7 @@ def late_save_committed(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RESET_EPOCH", "kvledger 0.1.0", scene=Walks())
 def stale_session_saved(touch: Touch) -> Sequence[Patch]:
-    """A session's next turn counts blocks from before a cache reset as current."""
+    """In a session's next turn, blocks from before a cache reset count as filled after the reset."""
 
     def continued(
         original: Any, tracker: RequestTracker, event: e.SessionContinued, sequence: int, subject: Any
@@ -356,11 +356,11 @@ def answered_as(is_async: bool, touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOOKUP_PURE", scene=HybridWorlds())
 def loaded_within_the_step_into_several_groups(touch: Touch) -> Sequence[Patch]:
-    """With several groups of layers a load is answered as synchronous, so a failure ends the engine."""
+    """With several groups of layers, the connector answers loads as synchronous, so a failed load ends the engine."""
     return answered_as(False, touch)
 
 
 @mutant("LOOKUP_PURE", scene=Walks())
 def loaded_asynchronously_against_the_settings(touch: Touch) -> Sequence[Patch]:
-    """The connector answers a load as asynchronous, though the settings allow only synchronous ones."""
+    """The connector answers loads as asynchronous, though the settings allow only synchronous loads."""
     return answered_as(True, touch)

@@ -63,7 +63,7 @@ def preemptions_of_the_step_before(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds())
 def saved_after_the_forward(touch: Touch) -> Sequence[Patch]:
-    """A worker makes a save that must precede the forward pass with the saves that follow it."""
+    """A worker makes a save that must precede the forward pass together with the saves that follow the pass."""
 
     def precede(_original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         side._begin(jobs)
@@ -80,7 +80,7 @@ def saved_after_the_forward(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds())
 def saved_before_the_forward(touch: Touch) -> Sequence[Patch]:
-    """A worker makes saves with the loads, so they read blocks before the forward pass fills them."""
+    """A worker makes saves together with the loads, so the saves read blocks before the forward pass fills them."""
 
     def load(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         original(side, jobs)
@@ -96,7 +96,7 @@ def saved_before_the_forward(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds())
 def loaded_before_what_precedes(touch: Touch) -> Sequence[Patch]:
-    """A worker makes a step's loads before the saves out of the blocks that they overwrite."""
+    """A worker makes a step's loads before it has saved the blocks that these loads overwrite."""
 
     def precede(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         side._begin(jobs)
@@ -110,7 +110,7 @@ def loaded_before_what_precedes(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def loaded_as_soon_as_handed_out(touch: Touch) -> Sequence[Patch]:
-    """An asynchronous load begins in `handle_preemptions`, while saves still read the blocks that it overwrites."""
+    """An asynchronous load begins in `handle_preemptions`, though saves still read the blocks that it overwrites."""
 
     def precede(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         side._begin(jobs)
@@ -150,19 +150,19 @@ def save_forgotten(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def saved_beside_the_step(touch: Touch) -> Sequence[Patch]:
-    """A worker makes a synchronous save on the engine for asynchronous copies, and does not wait for it."""
+    """A worker makes a synchronous save on the engine for asynchronous copies, and does not wait for the save."""
     return [_beside_the_step(touch, "_begin_save")]
 
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=(("load_mode", "sync"), ("save_mode", "async"))))
 def load_not_waited_for(touch: Touch) -> Sequence[Patch]:
-    """A worker makes a synchronous load on the engine for asynchronous copies, and does not wait for it."""
+    """A worker makes a synchronous load on the engine for asynchronous copies, and does not wait for the load."""
     return [_beside_the_step(touch, "_begin_load")]
 
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def not_awaited(touch: Touch) -> Sequence[Patch]:
-    """A worker does not wait for the copies that a step awaits."""
+    """A worker does not wait for the copies that a step must wait for."""
 
     def precede(original: Any, copies: AsyncCopies, job_ids: Any) -> Any:
         if _is_awaiting[-1:] != [True]:
@@ -183,7 +183,7 @@ def not_awaited(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def awaited_with_the_loads(touch: Touch) -> Sequence[Patch]:
-    """A worker waits for awaited copies only when it loads, which may be after the forward pass."""
+    """A worker waits for copies that a step must wait for only when it loads, which may be after the forward pass."""
 
     def begin(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         if jobs is side._step or not jobs.awaited:
@@ -224,7 +224,7 @@ def load_not_put_in_order(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=SYNC))
 def report_forgotten(touch: Touch) -> Sequence[Patch]:
-    """A worker makes a copy that its step waits for, but does not report it."""
+    """A worker makes a copy that its step waits for, but does not report the copy."""
 
     def take_reports(original: Any, side: WorkerSide) -> Any:
         if len(side._reports) > 1:

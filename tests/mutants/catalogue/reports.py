@@ -60,7 +60,7 @@ def first_rank_for_all(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RANK_AGREEMENT", "vllm#56104", scene=Walks())
 def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
-    """One rank's failure ends the job, while other ranks still copy."""
+    """One rank's failure ends the job, though other ranks are still copying."""
 
     def is_reported(original: Any, jobs: Jobs, copy: Any) -> bool:
         if not original(jobs, copy) and copy.ranks_failed:

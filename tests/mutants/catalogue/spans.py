@@ -45,7 +45,7 @@ def off_by_one(owner: Any, name: str, mistaken: Callable[..., Any], touch: Touch
 
 @mutant("SRC_BLOCK_OWNED", scene=SHARED_BLOCKS)
 def block_before_the_chunk(touch: Touch) -> Sequence[Patch]:
-    """A chunk is looked up in the block of the token before it."""
+    """A chunk is looked up in the block of the token before the chunk."""
 
     def blocks_of(original: Any, geometry: Any, chunks: Any) -> Any:
         chunks = list(chunks)
@@ -58,7 +58,7 @@ def block_before_the_chunk(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SRC_BLOCK_OWNED", scene=LONG_CHUNKS)
 def last_page_of_a_chunk_left_out(touch: Touch) -> Sequence[Patch]:
-    """The last block of a chunk of several blocks is left out."""
+    """A chunk of several blocks is copied without its last block."""
 
     def pages_of(original: Any, geometry: Any, chunks: Any) -> Any:
         num_pages = geometry.pages_per_chunk
@@ -71,7 +71,7 @@ def last_page_of_a_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=HybridWorlds())
 def pages_of_a_save_one_further(touch: Touch) -> Sequence[Patch]:
-    """Each slot of a saved chunk is taken to hold the page after the one that it holds."""
+    """In a save, each slot counts as holding the page after the one that is copied into the slot."""
 
     def pages_for(original: Any, geometry: Any, chunks: Any, num_slots: int) -> list[int]:
         pages, sizes = list(original(geometry, chunks, num_slots)), geometry.window_sizes
@@ -88,7 +88,7 @@ def pages_of_a_save_one_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FAILED_LOAD_TAINT", scene=Walks())
 def last_chunk_of_a_load_not_counted(touch: Touch) -> Sequence[Patch]:
-    """The last chunk of a load does not count as part of it."""
+    """The last chunk of a load does not count as part of the load."""
 
     def chunks_of_load(original: Any, *arguments: Any) -> range:
         chunks = original(*arguments)
@@ -99,7 +99,7 @@ def last_chunk_of_a_load_not_counted(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FAILED_LOAD_TAINT", scene=Walks())
 def first_chunk_of_a_load_not_counted(touch: Touch) -> Sequence[Patch]:
-    """The first chunk of a load does not count as part of it."""
+    """The first chunk of a load does not count as part of the load."""
 
     def chunks_of_load(original: Any, *arguments: Any) -> range:
         chunks = original(*arguments)
@@ -110,7 +110,7 @@ def first_chunk_of_a_load_not_counted(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOAD_DST_EXCLUSIVE", scene=WITHOUT_TAILS)
 def last_page_not_spanned(touch: Touch) -> Sequence[Patch]:
-    """The last page of a range of tokens is left out."""
+    """The last page of a range of tokens does not count as part of the range."""
 
     def pages_spanning(original: Any, *arguments: Any) -> range:
         pages = original(*arguments)
@@ -121,7 +121,7 @@ def last_page_not_spanned(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SRC_BLOCK_OWNED", scene=SHARED_BLOCKS)
 def first_block_not_spanned(touch: Touch) -> Sequence[Patch]:
-    """The first block of a range of tokens is left out if the range starts inside it."""
+    """The first block of a range of tokens does not count as part of the range if the range begins inside the block."""
 
     def blocks_spanning(original: Any, geometry: Any, first_token: int, num_tokens: int) -> range:
         return range(-(-first_token // geometry.block_size), original(geometry, first_token, num_tokens).stop)
@@ -131,7 +131,7 @@ def first_block_not_spanned(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOAD_DST_EXCLUSIVE", scene=WITHOUT_TAILS)
 def begun_block_not_spanned(touch: Touch) -> Sequence[Patch]:
-    """The last block of a range of tokens is left out if the range ends inside it."""
+    """The last block of a range of tokens does not count as part of the range if the range ends inside the block."""
 
     def blocks_spanning(_original: Any, geometry: Any, first_token: int, num_tokens: int) -> range:
         return range(first_token // geometry.block_size, (first_token + num_tokens) // geometry.block_size)
@@ -141,7 +141,7 @@ def begun_block_not_spanned(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOAD_DST_EXCLUSIVE", scene=WITHOUT_TAILS)
 def blocks_spanned_from_one_earlier(touch: Touch) -> Sequence[Patch]:
-    """The blocks of a range of tokens start one block too early."""
+    """The block before a range of tokens counts as part of the range."""
 
     def blocks_spanning(original: Any, *arguments: Any) -> range:
         blocks = original(*arguments)
@@ -152,7 +152,7 @@ def blocks_spanned_from_one_earlier(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=HybridWorlds())
 def slots_of_a_chunk_one_page_further(touch: Touch) -> Sequence[Patch]:
-    """Each slot of a committed chunk is taken to hold the page after the one that it holds."""
+    """In a committed chunk, each page counts as stored in the slot of the page after it."""
 
     def slots_of(original: Any, *arguments: Any) -> Any:
         slots = original(*arguments)
@@ -163,7 +163,7 @@ def slots_of_a_chunk_one_page_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=BIG_POOL)
 def one_earlier_chunk_left_out(touch: Touch) -> Sequence[Patch]:
-    """A saved image of a block is not taken to contain the second-to-last chunk in it."""
+    """A saved chunk's slot does not count as holding the chunk before it, though both are in the copied block."""
 
     def earlier_chunks(original: Any, geometry: Any, chunks: Any, num_known: int) -> list[int]:
         chunks = list(chunks)
@@ -175,7 +175,7 @@ def one_earlier_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=SHARED_BLOCKS)
 def image_of_the_next_block(touch: Touch) -> Sequence[Patch]:
-    """The longest image of a block is looked up at the first chunk of the next block."""
+    """A block that several chunks share is looked up in the slot of the next block's first chunk."""
 
     def place_of(original: Any, geometry: Any, page: int, num_chunks: int) -> tuple[int, int]:
         chunk, place = original(geometry, page, num_chunks)
@@ -186,7 +186,7 @@ def image_of_the_next_block(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=HybridWorlds())
 def place_one_page_further(touch: Touch) -> Sequence[Patch]:
-    """A page is looked up in the slot of its group's next page."""
+    """A page is looked up in the slot of the next page of the same group."""
 
     def place_of(original: Any, geometry: Any, page: int, num_chunks: int) -> tuple[int, int]:
         chunk, place = original(geometry, page, num_chunks)
@@ -200,7 +200,7 @@ def place_one_page_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("WAITING_KEPT", scene=WITHOUT_TAILS, beside=["EVICTION_ORDER"])
 def one_whole_chunk_too_few(touch: Touch) -> Sequence[Patch]:
-    """The number of full chunks in some tokens is one too low."""
+    """The number of full chunks in a prefix is one too low."""
 
     def num_chunks_in(original: Any, *arguments: Any) -> int:
         return max(0, original(*arguments) - 1)
@@ -210,7 +210,7 @@ def one_whole_chunk_too_few(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CHUNK_COMPLETE", scene=BIG_POOL)
 def tail_from_one_chunk_earlier(touch: Touch) -> Sequence[Patch]:
-    """A tail starts one chunk before the end of the last full chunk."""
+    """A tail begins one chunk too early, so it contains the last full chunk."""
     return one_whole_chunk_too_few(touch)
 
 

@@ -25,7 +25,7 @@ RUNNER_V1 = Worlds(settings=(("num_steps", 120), ("model_runner_v2", False)))
 
 @mutant("TABLE_EQ", "vllm#46595", "vllm#57816", "LMCache#2336", scene=RUNNER_V1)
 def table_appended(touch: Touch) -> Sequence[Patch]:
-    """The block table of a resumed request is appended to its old table instead of replacing it."""
+    """The block table of a resumed request is appended to the request's old table instead of replacing that table."""
 
     def extended(original: Any, reader: StepReader, cached: Any) -> Any:
         if cached.resumed_req_ids:
@@ -55,7 +55,7 @@ def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
 
 @mutant("STEP_SUM", "LMCache#2912", scene=Worlds())
 def paused_not_told(touch: Touch) -> Sequence[Patch]:
-    """A decoding request that a step leaves out counts as scheduled in it."""
+    """A decoding request that a step leaves out counts as scheduled in that step."""
 
     def paused(original: Any, encoder: StepEncoder, scheduled: Any) -> Any:
         if original(encoder, scheduled):
@@ -67,7 +67,7 @@ def paused_not_told(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CURSOR_LE_FRONTIER", "LMCache#3145", scene=Worlds())
 def cursor_regresses(touch: Touch) -> Sequence[Patch]:
-    """The save cursor moves back by one chunk."""
+    """The save cursor (the next chunk to save) moves back by one chunk."""
 
     def settled(original: Any, encoder: StepEncoder, *arguments: Any) -> e.SettledTokens | None:
         entry: e.SettledTokens | None = original(encoder, *arguments)
@@ -81,7 +81,7 @@ def cursor_regresses(touch: Touch) -> Sequence[Patch]:
 
 @mutant("TOKEN_CONSERVATION", "LMCache#2912", "vllm#36812", scene=Worlds())
 def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
-    """The computed tokens of a resumed request start at the count of its first admission."""
+    """The computed tokens of a resumed request are counted from the number at the request's first admission."""
     began: dict[tuple[int, str], int] = {}
 
     def advanced(original: Any, reader: StepReader, counts: Any, num_scheduled: Any) -> Any:
@@ -149,13 +149,13 @@ def _keys_moved(touch: Touch, by: int) -> Patch:
 
 @mutant("KEY_IDENTITY", "vllm#42119", scene=WHOLE_BLOCKS)
 def key_of_the_block_before(touch: Touch) -> Sequence[Patch]:
-    """A chunk's key is the hash of the block before its last one, so prompts that differ in the last one share it."""
+    """A chunk's key is the hash of its second-to-last block, so prompts that differ in the last block share keys."""
     return [_keys_moved(touch, -1)]
 
 
 @mutant("KEY_IDENTITY", "vllm#42119", scene=WHOLE_BLOCKS)
 def key_of_the_block_after(touch: Touch) -> Sequence[Patch]:
-    """A chunk's key is the hash of the block after its last one, if there is one."""
+    """A chunk's key is the hash of the block after the chunk, if there is one."""
     return [_keys_moved(touch, 1)]
 
 

@@ -75,7 +75,7 @@ def test_past_the_bound_the_newest_are_dropped_and_become_a_gap(tmp_path: Path, 
         (11, 21, FrameKind.GAP),
         (32, 1, FrameKind.EVENTS),
     ]
-    assert frames[4][3] == b"the backlog was full while writing failed: [Errno 27] File too large"
+    assert frames[4][3] == b"the memory for waiting events was full while writing failed: [Errno 27] File too large"
     assert store.num_events_lost == 21
 
 

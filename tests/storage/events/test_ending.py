@@ -179,7 +179,7 @@ def test_events_that_wait_for_a_disk_are_known_after_the_writer_was_killed(
                 store.append(bytes(100), 7)
             ending = _ending(tmp_path)
             assert (ending.how, ending.missing) == (HowEnded.OPEN, None)
-            assert "could not be written: [Errno 27] File too large; they may still be written" in ending.detail
+            assert "could not be written: [Errno 27] File too large; the writer tries again" in ending.detail
             os.kill(os.getpid(), signal.SIGKILL)
 
     run_and_kill(fill_up)

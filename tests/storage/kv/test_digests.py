@@ -79,5 +79,5 @@ def test_many_blocks_are_digested_in_pieces() -> None:
 def test_a_pool_must_be_there_to_digest_its_slots() -> None:
     """It says so."""
     memory, _, _ = digested(LAYOUTS[0])
-    with pytest.raises(ValueError, match="pass one to PageDigests"):
+    with pytest.raises(ValueError, match="pass a pool to PageDigests"):
         PageDigests(memory.layout()).of_slots([0])

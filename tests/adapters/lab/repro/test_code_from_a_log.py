@@ -113,7 +113,7 @@ def test_nothing_that_a_log_names_is_run_unless_the_user_says_so(
     assert main(["repro", str(log), *options, "-o", str(test_path)]) == ExitCode.USAGE
     said = capsys.readouterr().err
     assert (
-        "it names the connector evil_connector:Class, and kvledger does not run code only because a log names it"
+        "the log names the connector evil_connector:Class, and kvledger does not run code only because a log names it"
         in said
     )
     assert "--connector MODULE:CLASS" in said

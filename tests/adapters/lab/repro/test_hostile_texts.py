@@ -175,13 +175,13 @@ def test_no_text_is_an_example_that_other_tools_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "wrong"),
     [
-        (lambda source: source + "import os\n", "is not followed by the tests"),
-        (lambda source: source.replace("LOG =", "LOG = NO ="), "its imports and its log"),
-        (lambda source: source.replace("import Path", "import Path; import os"), "its imports and its log"),
+        (lambda source: source + "import os\n", "not followed by exactly these tests"),
+        (lambda source: source.replace("LOG =", "LOG = NO ="), "the imports and the path of the log"),
+        (lambda source: source.replace("import Path", "import Path; import os"), "the imports and the path of the log"),
         (lambda source: source.replace("() -> None", "(x=print()) -> None"), "other code"),
         (lambda source: source.replace("() -> None", "() -> print()"), "other code"),
         (lambda source: source.replace("def test_last", "@print\ndef test_last"), "other code"),
-        (lambda source: source.replace("def test_last", "async def test_last"), "is not followed by the tests"),
+        (lambda source: source.replace("def test_last", "async def test_last"), "not followed by exactly these tests"),
         (lambda source: source.replace("not trouble,", "print(),"), "other code"),
         (lambda source: source.replace('"LAST_TOKEN"', "print()"), "other code"),
         (lambda source: source.replace('"LAST_TOKEN"', 'f"{print()}"'), "other code"),

@@ -9,6 +9,7 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters.lab.repro import record, rerun_core
+from kvledger.adapters.lab.repro.recording import of_jobs
 from kvledger.adapters.lab.repro.reduce import Reduced, minimal, reduce, restrict
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.pool import Pool
@@ -128,3 +129,12 @@ def test_a_smaller_answer_is_claimed_as_far_as_it_goes() -> None:
     assert outcome.troubles == []
     (first_step,) = [event for _, event in outcome.events if isinstance(event, e.StepScheduled)][-1:]
     assert first_step.advanced == ((1, 16, 24, 40),)
+
+
+@pytest.mark.parametrize(("sizes", "kept"), [((5,), (0,)), ((5, 6, 7), (6,)), ((), (0,))])
+def test_a_damaged_report_has_sizes_for_other_jobs_than_it_names(sizes: tuple[int, ...], kept: tuple[int, ...]) -> None:
+    """`kvledger repro` ended with 70, because it paired the two strictly."""
+    report = e.TransferReported((1, 2), (0,), (), False, sizes, 0, "", "", 0)
+    left = of_jobs(report, {2: 9})
+    assert left is not None
+    assert (left.job_ids, left.num_bytes) == ((9,), kept)

@@ -57,7 +57,7 @@ def test_a_model_s_own_figures_are_said_for_people(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "KVLedgerConnector" in said
     assert f"{(most_memory() or 0) // 8 / 1024**3:.1f} GiB" in said
-    assert "32 tokens, in 1 group of layers that see: all" in said
+    assert "32 tokens each, in 1 group of layers; tokens that a group reads: all" in said
     assert "chunks      64 tokens" in said
 
 
@@ -106,7 +106,7 @@ def test_latent_attention_is_counted_once_a_token(check: Any, tmp_path: Path, mo
     for num_ranks in (1, 2):
         exit_code, records = check(transfer(host_bytes="64MiB"), "--model", model, "-tp", str(num_ranks))
         assert exit_code == 0
-        assert "those that vLLM lays out on this machine (cpu)" in records["note"]["text"]
+        assert "the blocks that vLLM lays out on this machine (cpu)" in records["note"]["text"]
         plan = records["plan"]
         assert (plan["declined"], plan["num_groups"], plan["num_pools"]) == ([], 1, 1)
         assert plan["bytes_a_token"] == 3 * (512 + 64) * 2
@@ -159,7 +159,8 @@ def test_sliding_windows_are_named_with_how_many_groups_have_them(
     layers = {"layer_types": [*["sliding_attention"] * 5, "full_attention"]}
     model = written(tmp_path, "Gemma3ForCausalLM", "gemma3_text", **sizes, **layers)
     assert main(["check", "{}", "--model", str(model), "--block-size", "32"]) == 0
-    assert "32 tokens, in 6 groups of layers that see: the last 128 (5 of them), all" in capsys.readouterr().out
+    text = "32 tokens each, in 6 groups of layers; tokens that a group reads: the last 128 (5 groups), all"
+    assert text in capsys.readouterr().out
     exit_code, records = check(transfer(host_bytes="6MiB"), "--model", model, "--block-size", "32")
     assert exit_code == 0
     assert records["plan"]["bytes_a_token"] == 6 * 2 * 2 * 32 * 2

@@ -44,7 +44,7 @@ def test_a_path_without_a_log_gives_64(run: Any, tmp_path: Path) -> None:
 
 def test_help_and_version_give_0(run: Any) -> None:
     """Asking is no error."""
-    assert "COMMAND --help has its exit codes" in run("--help").out
+    assert "COMMAND --help shows the exit codes" in run("--help").out
     assert run("verify", "--help").exit_code == 0
     assert run("--version").out.startswith("kvledger ")
 

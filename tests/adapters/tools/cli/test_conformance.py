@@ -52,7 +52,7 @@ def test_nothing_broken_is_exit_code_0_and_says_what_was_not_judged(run: Any) ->
     ("arguments", "message"),
     [
         (("small_cache:Nobody",), "Class Nobody not found in small_cache"),
-        (("elsewhere:Mine",), "elsewhere:Mine: there is no module elsewhere; put its folder on PYTHONPATH"),
+        (("elsewhere:Mine",), "elsewhere:Mine: there is no module elsewhere; put the folder that contains it on"),
         (("json.elsewhere.deep:Mine",), "there is no module json.elsewhere.deep"),
         (("small_cache:SmallCache", "--lose", "elsewhere:lose"), "elsewhere:lose: there is no module elsewhere"),
         (("Unheard",), "Unsupported connector type: Unheard"),
@@ -91,7 +91,7 @@ def test_a_worker_that_cannot_run_here_leaves_the_schedulers_side(run: Any) -> N
     )
     assert result.exit_code == 0, result.out
     (remark,) = (each["text"] for each in result.objects() if each["type"] == "remark")
-    assert "its worker side cannot run here (RuntimeError: no device)" in remark
+    assert "the connector's worker side cannot run here (RuntimeError: no device)" in remark
     reasons = {each["obligation"]: each for each in result.objects() if each["type"] == "obligation"}
     assert reasons["loaded-kv-is-right"]["reason"] == "the connector's worker does not run here"
     assert reasons["load-is-reported-once"]["verdict"] == "kept"

@@ -178,7 +178,7 @@ def test_a_log_without_any_segment_is_missed_where_something_speaks_of_it(
     for path in (log, log.parent):
         result = run("verify", path)
         assert result.exit_code == 2
-        assert f"holds no log segment (*.kvlog); they are missing: {traces[0]} names " in result.err
+        assert f"holds no log segment (*.kvlog); segments are missing: {traces[0]} names " in result.err
 
 
 def test_a_log_that_was_retired_altogether_is_not_missed(run: Any, log: Path) -> None:

@@ -141,5 +141,6 @@ def test_engines_that_were_started_together_are_named(run: Any, write: Writer) -
     result = run("verify", write.log_dir, "--newest")
     assert "reading " in result.err
     assert f"{write.log_dir / 'new-0'}, the newest of 4 logs" in result.err
-    assert f"it is one of 2 engines or connectors of the same server; not read: {write.log_dir / 'new-1'}" in result.err
+    remark = f"the server has 2 engines or connectors with logs; these logs are not read: {write.log_dir / 'new-1'}"
+    assert remark in result.err
     assert "old-" not in result.err

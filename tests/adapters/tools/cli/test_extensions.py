@@ -246,11 +246,11 @@ def test_a_log_of_other_handlers_and_an_extension_is_verified_with_both(run: Any
     [
         ({"extensions": ["nowhere.at_all:Guard"]}, "extensions: 'nowhere.at_all:Guard': cannot be imported"),
         ({"extensions": ["os:path"]}, "extensions: 'os:path'"),
-        ({"extensions": [NAMELESS]}, "extensions: extension Nameless: its name '' cannot be part of a trigger"),
+        ({"extensions": [NAMELESS]}, "extensions: extension Nameless: its name '' is not a valid name"),
         ({"extension_settings": {"starvation": {}}}, "starvation is not loaded"),
         (
             {"extensions": [GUARD], "extension_settings": {"starvation": {"limit": 3}}},
-            "extension_settings: .*: starvation has num_preemptions; remove limit, or correct its name",
+            "extension starvation has only the settings num_preemptions; remove limit, or correct its name",
         ),
         (
             {"extensions": [GUARD], "extension_settings": {"starvation": {"num_preemptions": "three"}}},

@@ -91,7 +91,7 @@ def test_a_log_whose_disk_is_full_is_told_from_one_that_is_written(run: Any, log
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         store.close()
     assert while_full.out.endswith("  open, events wait for the disk\n")
-    assert "could not be written: [Errno 27] File too large; they may still be written" in listed["detail"]
+    assert "could not be written: [Errno 27] File too large; the writer tries again" in listed["detail"]
     assert run("ls", log).out.endswith("  closed\n")
 
 

@@ -306,7 +306,7 @@ def test_a_workers_log_alone_is_not_called_sound(run: Any, tmp_path: Path, many:
         for options in ([], ["--jobs", "2"]):
             result = run("verify", given, *options)
             assert result.exit_code == 5
-            assert "verdict     nothing could be checked but the calls of worker 0" in result.out
+            assert "verdict     nothing could be checked except the calls of worker 0" in result.out
             remark = "the log of this engine's scheduler, which has the requests, is not in the same directory"
             assert remark in result.out
     (verdict,) = run("verify", log, "--json").objects("verdict")

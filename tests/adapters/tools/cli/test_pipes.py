@@ -128,7 +128,8 @@ def test_a_full_disk_behind_stdout_gives_74_and_closed_streams_are_no_error(log:
         result = finished(in_words("verify LOG", log), stdout=full)
     assert result.returncode == 74
     assert result.stderr == (
-        "kvledger: the output cannot be written: [Errno 28] No space left on device; make room, or write elsewhere\n"
+        "kvledger: the output cannot be written: [Errno 28] No space left on device; make room, or write "
+        "the output elsewhere\n"
     )
     words = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *in_words("verify LOG", log)]
     assert finished(words).returncode == 0

@@ -63,7 +63,7 @@ def test_a_stream_gets_the_verdict_of_its_files(
     assert record["head_hash"] == on_files["objects"][-1]["head_hash"]
     (end,) = run("verify", "--json", server.url).objects("end")
     assert (end["end"], end["missing"]) == ("unknown", None)
-    assert "copies and mirrors have none" in end["detail"]
+    assert "copies and mirrors of logs have none" in end["detail"]
 
 
 COMMANDS = [

@@ -125,7 +125,8 @@ def test_a_part_filled_last_chunk_is_shown_when_it_is_saved_and_when_it_is_loade
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("show", log, "a").out
     assert (
-        "copies out 4 tokens of its part-filled last chunk from 1 block (2), before its blocks are overwritten" in out
+        "copies out 4 tokens of the request's part-filled last chunk from 1 block (2), before these are overwritten"
+        in out
     )
     assert "tokens 0–27 into 2 blocks (5–6)" in out
     assert "computed 1 token (28 → 29)" in out
@@ -214,7 +215,7 @@ def test_broken_rules_and_failures_stand_out_in_a_timeline(run: Any, tmp_path: P
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("show", log, "a").out
     assert "hook update_state_after_alloc FAILED: KeyError: 3" in out
-    assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were claimed that no lookup answered" in out
+    assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were claimed that no lookup had offered" in out
     assert "cache disabled for this request" in out
     groups = run("show", "--json", log, "a").objects("group")
     assert [group["num_broken"] for group in groups] == [0, 0, 1]

@@ -80,7 +80,7 @@ def test_a_log_without_permission_gives_2(run: Any, logs: Path, line: str) -> No
             closed.chmod(mode)
         assert result.exit_code == 2, closed
         assert "Permission denied" in result.err
-        assert "as a user who may read it" in result.err
+        assert "as a user with read permission" in result.err
         assert len(result.err.splitlines()) == 1
 
 
@@ -165,7 +165,7 @@ def test_a_mistake_of_ours_gives_70_and_says_how_to_report_it(
     result = run("verify", log)
     assert result.exit_code == 70
     assert "ZeroDivisionError: a mistake (test_unreadable.py:" in result.err
-    assert "Please report it" in result.err
+    assert "Please report the bug" in result.err
     assert len(result.err.splitlines()) == 1
     monkeypatch.setenv("KVLEDGER_TRACEBACK", "1")
     assert "Traceback (most recent call last)" in run("verify", log).err

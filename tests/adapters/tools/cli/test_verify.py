@@ -185,7 +185,7 @@ def test_a_frame_that_is_not_what_the_header_promises_gives_2(run: Any, story: D
         ({"schema_version": 99, "kvledger_version": "9.9.9"}, "9.9.9"),
         (
             {"schema_version": 1, "kvledger_version": "0.0.1"},
-            "has schema version 1, written by kvledger 0.0.1; read it with",
+            "kvledger 0.0.1 wrote the log: read it with that version",
         ),
         ({"configuration": {"block_size": 16, "chunk_size": 8, "num_slots": 8, "tiers": 2}}, "tiers"),
         ({"configuration": {"block_size": 16, "chunk_size": 7, "num_slots": 8}}, "chunk_size: 7"),
@@ -410,7 +410,7 @@ def test_events_of_a_newer_version_are_refused_or_skipped_and_counted(run: Any, 
     store.close()
     refused = run("verify", tmp_path / "log")
     assert refused.exit_code == 2
-    assert "request.priority_changed version 1, but this kvledger knows no version" in refused.err
+    assert "request.priority_changed version 1, but this kvledger knows no such event" in refused.err
     assert "kvledger 9.9" in refused.err
     assert "--lenient" in refused.err
     lenient = run("verify", "--lenient", tmp_path / "log")

@@ -77,7 +77,7 @@ def test_an_admission_and_a_preemption_tell_how_full_the_kv_cache_was(run: Any, 
     driver.ledger.commit()
     log = write_log(tmp_path / "log", driver.observed, driver.configuration, header={"num_device_blocks": 5})
     shown = run("why", log, "b").out
-    assert "; with its blocks, requests hold 4 of 5 blocks" in shown
+    assert "; including its blocks, requests hold 4 of 5 blocks" in shown
     assert ", when requests held 4 of 5 blocks" in shown
     causes = run("--json", "why", log, "b").objects("cause")
     held = {each["what"]: each["num_blocks_held"] for each in causes if each["num_blocks_held"]}
@@ -171,7 +171,7 @@ def test_how_full_the_kv_cache_was_is_told_of_a_request_that_waited(run: Any, tm
     log = write_log(tmp_path / "log", driver.observed, driver.configuration, header={"num_device_blocks": 3})
     (line,) = [line for line in run("why", log, "a").out.splitlines() if "looked up" in line]
     assert " — 5 times in " in line
-    assert "; at first, requests held 3 of 3 blocks; at the last ones, from event " in line
+    assert "; at first, requests held 3 of 3 blocks; reasons of the last lookups, from event " in line
     causes = run("why", log, "a", "--json").objects("cause")
     assert [cause["num_blocks_held"] for cause in causes if cause["what"] == "lookup"] == [3] * 4
 
@@ -203,7 +203,7 @@ def test_a_preemption_names_who_got_blocks_and_says_what_is_inferred(run: Any, e
     step = number_of(driver, e.StepScheduled, 2)
     line = next(line for line in run("why", log, "a").out.splitlines() if "preempted with 32 settled tokens" in line)
     assert f"In step 2 (event {step}) 1 request ran 1 token, and blocks went to b (1)" in line
-    assert "inferred: it took them for that request" in line
+    assert "inferred: it took this request's blocks for that request" in line
 
 
 def test_the_table_adds_up_and_says_so(run: Any, evicted: tuple[Path, Driver]) -> None:
@@ -269,7 +269,8 @@ def test_without_a_log_the_request_is_not_what_is_missing(run: Any) -> None:
     """A word that is no path may be either of the two."""
     result = run("why", "--newest", "crowd-8")
     assert result.exit_code == 64
-    assert "crowd-8 does not exist; if it is the REQUEST, give the LOG before it or set KVLEDGER_LOG" in result.err
+    remedy = "if you mean a REQUEST, give the LOG before the REQUEST, or set KVLEDGER_LOG"
+    assert f"crowd-8 does not exist; {remedy}" in result.err
 
 
 def test_a_request_must_be_named_and_known(run: Any, evicted: tuple[Path, Driver]) -> None:
@@ -301,7 +302,7 @@ def test_a_quarantine_names_the_broken_rule_and_its_event(run: Any, tmp_path: Pa
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     allocated = number_of(driver, e.BlocksAllocated)
     out = run("why", log, "a").out
-    assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were claimed that no lookup answered" in out
+    assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were claimed that no lookup had offered" in out
     assert f" (event {allocated}); the cache is disabled for this request\n" in out
 
 
@@ -339,7 +340,7 @@ def test_many_lookups_that_differ_in_numbers_are_one_line(run: Any, tmp_path: Pa
     took = duration(asked[6].time_ns - asked[0].time_ns)
     assert "looked up 65 tokens: 8 → 56 are saved, 8 → 56 offered; the next chunk is not in" in several
     at = f"from event {driver.observed.index(asked[6]) + 1} ({milliseconds(asked[6].time_ns)} ms) on:"
-    assert several.endswith(f" — 7 times in {took}; at the last ones, {at}"), "their reasons follow"
+    assert several.endswith(f" — 7 times in {took}; reasons of the last lookups, {at}"), "their reasons follow"
     assert "64 are saved, 64 offered; nothing is missing" in last
     assert len([cause for cause in run("why", "--json", log, "a").objects("cause") if cause["what"] == "lookup"]) == 8
 

@@ -91,8 +91,8 @@ def test_a_file_has_the_rights_that_any_new_file_has(run: Any, log: Path, tmp_pa
     ("options", "complaint"),
     [
         ([], "give one format"),
-        (["page.html", "--html"], "page.html was parsed as the REQUEST; to write that file, give -o page.html"),
-        (["--perfetto", "--html"], "give one format: --perfetto"),
+        (["page.html", "--html"], "was parsed as the REQUEST; to write a file of this name, give -o page.html"),
+        (["--perfetto", "--html"], "give one format, and no more: --perfetto"),
         (["--perfetto", "--json"], "name a file with -o"),
         (["--perfetto", "-o", "no/such/folder/t.json"], "No such file or directory"),
         (["--perfetto", "-o", "."], "is a folder"),
