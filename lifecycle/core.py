@@ -61,7 +61,7 @@ class Core:
     Raises:
         CoreError: the parts do not fit together.
         TableError: rows of the transition tables break a rule that `table.py` states.
-        UpcasterError: an upcaster is missing, so an old version of an event could not be read, or one is superfluous.
+        UpcasterError: an upcaster is missing, so an old event could not be read, or an upcaster is superfluous.
     """
 
     events: Mapping[str, type[Event]]
@@ -75,7 +75,7 @@ class Core:
     handlers: Handlers
     """State → its handlers, in the order in which they are called."""
     rules: Mapping[str, Callable[[AuditModel], Checker]]
-    """Rule → function that creates the rule's checker. Every checker sees each event, in the order of this mapping."""
+    """Rule → function that creates the rule's checker. Each event goes to every checker, in this order."""
     not_checked: Mapping[str, str] = MappingProxyType({})
     """Rule that cannot be checked from a log → reason.
 
@@ -112,8 +112,8 @@ class Core:
     def _check_hooks(self, handler: StateHandler, state: RequestState) -> None:
         """Refuse a handler method that would never be called, because its event cannot happen in the handler's state.
 
-        A handler may inherit such a method from a handler of another state, or from a base class for several states. It
-        must then have at least one other method, which can be called.
+        A handler may inherit such a method from a handler of another state, or from a base class for several states, if
+        at least one of its other methods can be called.
 
         Raises:
             CoreError: the handler has a method that would never be called.
@@ -167,7 +167,7 @@ class Core:
             if state in replaced:
                 message = (
                     f"{_name_of(replaced[state][0])} and {_name_of(handler)} would both replace the handler of state "
-                    f"{state}; name one of them"
+                    f"{state}; name only one of them"
                 )
                 raise CoreError(message)
             replaced[state] = (handler, *filter(self.extension_of_handler, self.handlers[state]))
@@ -248,8 +248,8 @@ class Core:
     def reading(self, header: Mapping[str, Any], available: Iterable[Extension] = ()) -> Core:
         """Return the core for reading a log with this header: this core with the log's extensions added.
 
-        The code of an extension comes from this core, or else from `available` if its version is the log's. Otherwise
-        an `Absent` replaces the extension.
+        kvledger takes the code of an extension from this core, or else from `available`, if the version there is the
+        version in the log. Otherwise an `Absent` replaces the extension.
 
         Raises:
             CoreError: the list of extensions in the header cannot be read, or an extension does not fit into the core.
@@ -273,7 +273,9 @@ class Core:
             defaults = known.get(name, {})
             unknown = sorted(values.keys() - defaults.keys())
             if name not in known or unknown:
-                has = f"has only the settings {', '.join(defaults) or '(none)'}" if name in known else "is not loaded"
+                has = "is not loaded"
+                if name in known:
+                    has = f"has only the settings {', '.join(defaults)}" if defaults else "has no settings"
                 remedy = f"remove {', '.join(unknown) or name}, or correct its name"
                 raise ConfigurationError(
                     Refusal(f"extension {name} {has}", remedy, "extension_settings", {name: dict(values)})
@@ -366,9 +368,9 @@ class Core:
     def other_code(self, header: Mapping[str, Any]) -> str:
         """Return the names of the modules whose code differs between this core and the log with this header.
 
-        For kvledger itself, both versions take the place of the name. Empty if no code differs. A difference is no
-        fault of the log: making its decisions again with other code shows what a fix changes. `verify` reports handlers
-        of other names and absent extensions separately.
+        For kvledger itself, the text has both versions. It is empty if no code differs. A difference is no fault of the
+        log: a replay with other code shows what a fix changes. `verify` reports absent extensions and handlers with
+        other names separately.
         """
         found, ours = header.get("code"), self.code
         theirs = found if isinstance(found, dict) else {}
@@ -438,7 +440,7 @@ def _copied(handler: StateHandler) -> StateHandler:
 
 
 def _is_for_its_state(handler: StateHandler, hook: str) -> bool:
-    """Whether the handler object itself defines the hook, or a base class that has the handler's state."""
+    """Whether the hook is defined on the handler object itself, or in a class that has the handler's state."""
     owner = next((base for base in type(handler).__mro__ if hook in vars(base)), StateHandler)
     return hook in getattr(handler, "__dict__", ()) or getattr(owner, "state", None) is handler.state
 

@@ -144,7 +144,7 @@ def test_an_unknown_request_is_an_error_that_offers_others(log: Path) -> None:
     opened = kvledger.open_log(log)
     with pytest.raises(kvledger.RequestNotFound, match=r"no request has 'chat-71' in its id; did you mean: chat-"):
         opened.request("chat-71")
-    with pytest.raises(kvledger.RequestNotFound, match=r"no request has 'zzz' in its id; the last ones are: chat-9"):
+    with pytest.raises(kvledger.RequestNotFound, match=r"no request has 'zzz' in its id; the last requests: chat-9"):
         opened.request("zzz")
 
 

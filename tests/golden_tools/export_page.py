@@ -117,8 +117,8 @@ EVENTS = [
         "13–14",
         "running → preempted",
         (
-            "preempted with 42 settled tokens, lost 3 blocks; save 2 starts: copies out 10 tokens of its part-filled "
-            "last chunk from 1 block (3), before its blocks are overwritten"
+            "preempted with 42 settled tokens, lost 3 blocks; save 2 starts: copies out 10 tokens of the request's "
+            "part-filled last chunk from 1 block (3), before these are overwritten"
         ),
     ),
     (12, "16–17", "preempted", "save 2 is done; 512 B in 500.0 µs"),

@@ -133,8 +133,8 @@ TIMELINE = [
         (40, 40),
         ("running", "preempted"),
         1,
-        "preempted with 74 settled tokens, lost 5 blocks; save 3 starts: copies out 10 tokens of its part-filled last "
-        "chunk from 1 block (5), before its blocks are overwritten",
+        "preempted with 74 settled tokens, lost 5 blocks; save 3 starts: copies out 10 tokens of the request's "
+        "part-filled last chunk from 1 block (5), before these are overwritten",
     ),
     Group(
         "transfer",

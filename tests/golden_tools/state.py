@@ -22,7 +22,7 @@ IN_THE_MIDDLE = [
     "a recovering 1 73 73 1 5 2 load 3",
     "b running 0 50 50 0 4 1",
     "host pool 5 of 6 slots in use",
-    "chunks 2 can be loaded, reset epoch 0",
+    "chunks 2 can be loaded, cache resets so far: 0",
     "jobs 1 job in flight",
     "load 3 of a, 4 blocks",
     # 70 + 48 + (73 - 16) tokens were asked about; a save of two chunks and a tail are done.
@@ -65,7 +65,7 @@ AT_THE_END = [
     "a running 0 73 73 0 5 2",
     # The chunk of `b`. Those of `a` are tainted.
     "host pool 2 of 6 slots in use",
-    "chunks 1 can be loaded, reset epoch 1",
+    "chunks 1 can be loaded, cache resets so far: 1",
     "jobs 0 jobs in flight",
     (
         "totals num_requests 4, num_preemptions 2, num_lookups 6, num_tokens_offered 120, num_admissions 6, "

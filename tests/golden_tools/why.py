@@ -48,9 +48,9 @@ TEXT = [
     (
         "15:06:40.030 30.000 19 preempted with 152 settled tokens. In step 3 (event 21) 1 request ran 1 token, and "
         "blocks went to rival (1). vLLM takes a running request's blocks when another request needs one and none is "
-        "free; inferred: it took this request's blocks for that request"
+        "free; inferred: vLLM took this request's blocks for that request"
     ),
-    "15:06:40.030 30.000 20 1 settled chunk from 2 on not saved: the host pool had no room",
+    "15:06:40.030 30.000 20 1 settled chunk from chunk 2 on not saved: the host pool had no room",
     f"15:06:40.040 40.000 26–27 {_ASKED} 153 tokens: 64 are saved, 64 offered; the next chunk is not in the pool",
     # Evicted at 30 ms and saved at 12 ms; now it is 40 ms.
     (

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("light")
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSTALL_CONNECTOR = (
     f"{', '.join(CONNECTOR)}, not installed here: pip install 'kvledger[connector]', into the "
-    "environment that vLLM runs in; no extra brings vLLM itself"
+    "environment that vLLM runs in; kvledger's extras do not install vLLM"
 )
 INSTALL_NATS = "needs nats, not installed here: pip install 'kvledger[nats]'"
 INSTALL_TORCH = "needs numpy, torch, not installed here: pip install 'kvledger[connector]'"

@@ -38,7 +38,7 @@ def test_sizes_below_one_are_refused(changes: dict[str, int]) -> None:
 @pytest.mark.parametrize("num_slots", [-1, 0, 15])
 def test_a_pool_that_cannot_hold_one_chunk_is_refused(num_slots: int) -> None:
     """Slots, chunk size and need are named, and the two remedies."""
-    message = rf"{num_slots} slots.*256 tokens needs 16; raise host_bytes or lower chunk_size"
+    message = rf"{num_slots} slots.*256 tokens needs 16 slots; raise host_bytes or lower chunk_size"
     with pytest.raises(ConfigurationError, match=message):
         configuration(num_slots=num_slots)
 

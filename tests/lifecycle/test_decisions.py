@@ -188,7 +188,7 @@ def test_more_than_was_answered_is_refused_and_quarantined(taken_up: int) -> Non
     assert isinstance(decisions[0], e.InvariantViolated)
     assert decisions[0].rule == "ALLOC_MATCHES_LOOKUP"
     assert str(taken_up) in decisions[0].detail
-    assert "32 had been answered" in decisions[0].detail
+    assert "32 had been offered" in decisions[0].detail
 
 
 def test_an_allocation_without_a_lookup_is_fine_as_long_as_it_takes_up_nothing() -> None:

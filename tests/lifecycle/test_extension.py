@@ -265,7 +265,7 @@ ATTRIBUTES = {
         ),
         (Nameless(), "Nameless: its name '' is not a valid name; use letters"),
         *(
-            (changed(name=name), f"its name {name!r} cannot be part")
+            (changed(name=name), f"its name {name!r} is not a valid name")
             for name in ("a/b", "tokens.rolled_back", "a b", 7)
         ),
         (changed(events={"a/b": Starving}), "changed: its event 'a/b' is not a valid name"),

@@ -165,7 +165,7 @@ DECIDES = "test_it_decides_what_it_may_in_every_state_and_the_same_again"
         (
             altered(settings={}),
             "test_settings_that_it_does_not_have_are_refused",
-            "starvation has none; remove num_preemptions",
+            "starvation has no settings; remove num_preemptions",
         ),
     ],
     ids=[

@@ -114,7 +114,7 @@ def test_a_report_that_was_asked_for_again_breaks_no_rule() -> None:
     driver.report(save.job_id, is_repeated=True)
     assert driver.all_of(e.InvariantViolated) == []
     driver.report(save.job_id)
-    assert "settled before" in driver.all_of(e.InvariantViolated)[-1].detail
+    assert "already settled" in driver.all_of(e.InvariantViolated)[-1].detail
 
 
 def test_the_first_error_is_kept() -> None:

@@ -148,7 +148,7 @@ def test_a_whole_chain_is_accepted() -> None:
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_gap_is_named_with_event_versions_and_remedy(missing: int) -> None:
     """Otherwise the first old log would find it."""
-    message = rf"test\.moved.*version 3.*no upcaster leads from version {missing} to {missing + 1}.*write one"
+    message = rf"test\.moved.*version 3.*no upcaster leads from version {missing} to {missing + 1}.*add one"
     with pytest.raises(UpcasterError, match=message):
         core({("test.moved", 3 - missing): dict})
 
@@ -171,7 +171,7 @@ def test_an_upcaster_from_a_version_that_is_not_older_is_refused(version: int) -
 # --- too new ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("entry", "known"), [(V4, "version 3"), (TELEPORTED, "no version")])
+@pytest.mark.parametrize(("entry", "known"), [(V4, "version 3"), (TELEPORTED, "no such event")])
 def test_what_is_too_new_is_refused_unless_asked_otherwise(entry: dict[str, Any], known: str) -> None:
     """The message names the event, both versions and the kvledger that wrote it."""
     with pytest.raises(SchemaTooNew, match=rf"{entry['id']} version {entry['version']}.*knows {known}.*9\.8\.7"):

@@ -83,5 +83,5 @@ def test_tables_are_interleaved_block_by_block() -> None:
 
 def test_tables_of_unequal_length_are_refused() -> None:
     """An index must name the same tokens in every group."""
-    with pytest.raises(ValueError, match="2 groups have 3, 2 entries"):
+    with pytest.raises(ValueError, match="of 2 groups must have the same length, but have 3, 2 entries"):
         interleave(([1, 2, 3], [4, 5]))

@@ -1,8 +1,8 @@
 """Builds the command line from `COMMANDS`.
 
-A command is the function `run` of the module with the command's name, or an entry point. The function takes the
+A command is a function: `run` in the module with the command's name, or an entry point. The function takes the
 command's arguments and an `Output`, and returns an exit code. The library cyclopts parses the command line and imports
-only the module of the chosen command. `kvledger --help` imports no command and not the core.
+only the module of the chosen command. `kvledger --help` imports neither a command nor the core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def build_app() -> App:
     app = App(
         name="kvledger",
         help="Read the event logs of kvledger.",
-        help_epilogue="kvledger COMMAND --help shows the exit codes of a command, and examples. If you leave out LOG, "
+        help_epilogue="COMMAND --help shows the exit codes of a command, and examples. If you leave out LOG, "
         "the command takes it from the environment variable KVLEDGER_LOG.",
         help_format="plaintext",
         version=lambda: f"kvledger {version('kvledger')}",

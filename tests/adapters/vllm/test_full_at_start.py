@@ -123,7 +123,7 @@ def test_without_room_the_engine_starts_and_the_log_begins_as_soon_as_there_is_s
         assert not list((disk / "logs").iterdir())
         ballast.unlink()
         served.log.store.flush()
-        assert any("the log is written again" in message for message in told.messages)
+        assert any("the log can be written again" in message for message in told.messages)
         served.journal.observe(e.LogNote("room again", 1))
         assert served.journal.commit()
         served.log.close()

@@ -99,7 +99,7 @@ def test_messages_name_what_waits_and_where_and_when_it_is_written_again(
         "its disk is full: delete other files, or old logs with `kvledger retire`",
     ):
         assert part in first
-    written_again = "kvledger: the log is written again"
+    written_again = "kvledger: the log can be written again"
     for part in (written_again, str(log.directory), "num_events_written=40", "num_events_lost=0"):
         assert part in last
 
@@ -109,8 +109,8 @@ def test_messages_name_what_waits_and_where_and_when_it_is_written_again(
     [
         (errno.ENOSPC, "its disk is full", "delete other files"),
         (errno.EDQUOT, "its disk is full", "delete other files"),
-        (errno.EACCES, "this process may not write there", "give it the right to write to log_dir"),
-        (errno.EROFS, "this process may not write there", "give it the right to write to log_dir"),
+        (errno.EACCES, "this process lacks the right to write to log_dir", "give it this right"),
+        (errno.EROFS, "this process lacks the right to write to log_dir", "give it this right"),
         (errno.EIO, "the disk reports an error", "check the disk"),
         (errno.ETIMEDOUT, "its disk is slow", "move log_dir to a faster disk"),
     ],

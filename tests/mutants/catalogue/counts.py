@@ -57,7 +57,7 @@ def settled_before_it_is_written(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=TWO_IN_FLIGHT)
 def written_counted_as_in_flight(touch: Touch) -> Sequence[Patch]:
-    """Tokens of a step in flight count as unsettled when a request loses its blocks, though the save comes later."""
+    """When a request loses its blocks, tokens in flight count as unsettled, though the save comes after their step."""
 
     def num_written_tokens(original: Any, reader: RequestReader, request: Any, num_computed_tokens: int) -> int:
         written: int = original(reader, request, num_computed_tokens)
@@ -122,7 +122,7 @@ def one_short_in_a_step(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#47728", scene=HybridWorlds())
 def window_left_too_late(touch: Touch) -> Sequence[Patch]:
-    """The recorded count of settled tokens at which a sliding window freed its blocks is one too high."""
+    """When a sliding window frees blocks, the recorded number of settled tokens is one too high."""
 
     def left(original: Any, reader: StepReader, record: Any, processed: Any, time_ns: int) -> None:
         if processed is not None:

@@ -111,7 +111,7 @@ def end_is_no_use(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def beginning_young_when_its_end_leaves(touch: Touch) -> Sequence[Patch]:
-    """Evicting the end of a prompt counts as a use of the chunk before, which then outlives later used chunks."""
+    """Evicting the last chunk of a prompt counts as a use of the chunk before it, which then stays too long."""
 
     def remove(original: Any, forest: Forest, keys: Sequence[bytes]) -> None:
         before = frozenset(map(forest._parent_of.get, keys)).difference(forest._order)
@@ -126,7 +126,7 @@ def beginning_young_when_its_end_leaves(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=WALKS)
 def no_longer_waited_for_is_oldest(touch: Touch) -> Sequence[Patch]:
-    """Chunks kept for a preempted request become the first to be evicted when the request gets blocks again."""
+    """When a preempted request gets blocks again, the chunks that were kept for it are the first to be evicted."""
 
     def allocated(original: Any, pool: Pool, event: e.Event, sequence: int, subject: Any) -> None:
         key = None if subject.request is None else pool.state.wanted.get(subject.request.ordinal)
@@ -157,7 +157,7 @@ def beginning_evicted_before_its_end(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def what_precedes_a_save_is_evicted(touch: Touch) -> Sequence[Patch]:
-    """The chunks before the ones that a save in flight brings are evicted, so no lookup finds the saved chunks."""
+    """Chunks are evicted though a save in flight adds chunks after them, so no lookup finds the saved chunks."""
 
     def save_issued(original: Any, pool: Pool, event: e.SaveIssued, sequence: int, subject: Any) -> None:
         def hold(_holds: Any, _holder: int, keys: Sequence[bytes], end_chunk: int) -> None:

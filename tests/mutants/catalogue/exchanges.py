@@ -107,7 +107,7 @@ def asks_again_instead(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "LMCache#4355", scene=ASYNC_LOADS)
 def async_answered_as_sync(touch: Touch) -> Sequence[Patch]:
-    """The connector answers an asynchronous load as synchronous, so vLLM computes on blocks still being filled."""
+    """The connector reports an asynchronous load to vLLM as synchronous, so vLLM computes on unfilled blocks."""
 
     def change(_side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
         if not answer[1]:
@@ -120,7 +120,7 @@ def async_answered_as_sync(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=SYNC_LOADS)
 def sync_answered_as_async(touch: Touch) -> Sequence[Patch]:
-    """The connector answers a synchronous load as asynchronous, so vLLM waits for a report that never comes."""
+    """The connector reports a synchronous load to vLLM as asynchronous, so vLLM waits forever for the load's end."""
 
     def change(_side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
         if not answer[0] or answer[1]:
@@ -142,7 +142,7 @@ def _ends(change: Callable[[SchedulerSide, Any, bool], bool]) -> Patch:
 
 @mutant(RULE, "vllm#46240", scene=ASYNC_SAVES)
 def freed_under_a_copy(touch: Touch) -> Sequence[Patch]:
-    """The connector lets vLLM free an ended request's blocks, though a copy reads them and the log holds them."""
+    """The connector lets vLLM free an ended request's blocks, though the log says that a copy reads them."""
 
     def change(_side: SchedulerSide, _request: Any, keeps_blocks: bool) -> bool:
         if keeps_blocks:

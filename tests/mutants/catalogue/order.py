@@ -150,13 +150,13 @@ def save_forgotten(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def saved_beside_the_step(touch: Touch) -> Sequence[Patch]:
-    """A worker makes a synchronous save on the engine for asynchronous copies, and does not wait for the save."""
+    """A worker makes a synchronous save like an asynchronous one, and does not wait for the save."""
     return [_beside_the_step(touch, "_begin_save")]
 
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=(("load_mode", "sync"), ("save_mode", "async"))))
 def load_not_waited_for(touch: Touch) -> Sequence[Patch]:
-    """A worker makes a synchronous load on the engine for asynchronous copies, and does not wait for the load."""
+    """A worker makes a synchronous load like an asynchronous one, and does not wait for the load."""
     return [_beside_the_step(touch, "_begin_load")]
 
 
@@ -183,7 +183,7 @@ def not_awaited(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def awaited_with_the_loads(touch: Touch) -> Sequence[Patch]:
-    """A worker waits for copies that a step must wait for only when it loads, which may be after the forward pass."""
+    """A worker waits too late for copies that a step must wait for: at its loads, which may follow the forward pass."""
 
     def begin(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         if jobs is side._step or not jobs.awaited:

@@ -163,7 +163,7 @@ def slots_of_a_chunk_one_page_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=BIG_POOL)
 def one_earlier_chunk_left_out(touch: Touch) -> Sequence[Patch]:
-    """A saved chunk's slot does not count as holding the chunk before it, though both are in the copied block."""
+    """A save copies a whole block, but the slot does not count as holding the chunk before the saved chunk."""
 
     def earlier_chunks(original: Any, geometry: Any, chunks: Any, num_known: int) -> list[int]:
         chunks = list(chunks)

@@ -141,7 +141,7 @@ def test_an_append_elsewhere_is_a_conflict_also_while_something_waits(tmp_path: 
     with file_size_limit(1):
         store.append(b"waiting", 2)
         for place in (1, 2, 5):
-            with pytest.raises(AppendConflict, match="the next one is 4"):
+            with pytest.raises(AppendConflict, match="the log's next one is 4"):
                 store.append(b"other", 1, expected_sequence=place)
         with pytest.raises(ValueError, match="a frame holds 1 to"):
             store.append(b"", 0)

@@ -195,7 +195,7 @@ def test_a_log_that_cannot_be_driven_again_says_why(why: str) -> None:
     """With the remedy: of workers' metadata that nobody reads, and of one child among several."""
     recording = hold_session()
     events = events_of(recording)
-    spoilt: e.Event = e.LogNote(f"{CHILD}, so the reports include those of other connectors", 0)
+    spoilt: e.Event = e.LogNote(f"{CHILD}, so the log includes reports of other connectors", 0)
     if "Foreign" in why:
         spoilt = Recorder.noted(WorkersReported(unread="Foreign"), 0)
     with pytest.raises(NotRerunnable, match=why):

@@ -116,7 +116,7 @@ def test_without_a_log_the_error_names_kvledger_log(run: Any) -> None:
     """The remedy for whoever types the path again and again."""
     result = run("show")
     assert result.exit_code == 64
-    assert "You can also set the environment variable KVLEDGER_LOG instead." in result.err
+    assert "Give it, or set the environment variable KVLEDGER_LOG." in result.err
 
 
 def test_an_empty_kvledger_log_names_no_log(run: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,7 +275,7 @@ def test_a_pinned_answer_that_is_another_one_here_is_reported(
     log = write_log(tmp_path / "other", events, story.configuration)
     result = run("repro", log, "chat-17", "--pin", "--core", "-o", test_path)
     assert result.exit_code == 3
-    assert "already fails here: AssertionError" in result.err
+    assert "fails here, although it should pass: AssertionError" in result.err
 
 
 def test_where_nothing_went_wrong_pinning_is_offered(repro: Any, log: Path, test_path: Path) -> None:

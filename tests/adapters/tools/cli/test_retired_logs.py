@@ -127,15 +127,15 @@ def test_what_other_code_has_folded_is_not_trusted_unless_that_is_asked_for(run:
     refused, trusted = (run("verify", "--json", *options, miscounted.log) for options in ([], ["--trust-snapshots"]))
     (verdict,), (trusting,) = refused.objects("verdict"), trusted.objects("verdict")
     other_code = f"other code ({__name__})"
-    assert any(f"decisions were repeated by {other_code}" in remark for remark in verdict["remarks"])
+    assert any(f"the log was written by {other_code}" in remark for remark in verdict["remarks"])
     assert any("give --trust-snapshots to begin at one" in remark for remark in verdict["remarks"])
     assert any("neither rules nor decisions could be checked" in remark for remark in verdict["remarks"])
     assert verdict["num_divergences"] == 0
     assert trusting["num_events_checked"] > verdict["num_events_checked"]
-    assert any(f"decisions were repeated by {other_code}" in remark for remark in trusting["remarks"])
+    assert any(f"the log was written by {other_code}" in remark for remark in trusting["remarks"])
     shown = run("show", miscounted.log, "--at", 100_000)
     assert "give --trust-snapshots to begin at one" in shown.err
-    assert f"decisions were repeated by {other_code}" in shown.err
+    assert f"the log was written by {other_code}" in shown.err
 
 
 def test_an_index_is_not_trusted_that_begins_with_what_other_code_has_folded(
@@ -151,7 +151,7 @@ def test_an_index_is_not_trusted_that_begins_with_what_other_code_has_folded(
 def test_other_code_is_no_divergence_of_a_log_that_has_its_beginning(run: Any, miscounted: Retired) -> None:
     """It is folded from there, by the code that is here."""
     (verdict,) = run("verify", "--json", miscounted.whole).objects("verdict")
-    assert any(f"decisions were repeated by other code ({__name__})" in remark for remark in verdict["remarks"])
+    assert any(f"the log was written by other code ({__name__})" in remark for remark in verdict["remarks"])
     assert (verdict["num_divergences"], verdict["num_events_checked"]) == (0, verdict["num_events"])
 
 

@@ -145,7 +145,7 @@ def test_an_ambiguous_or_unknown_id_gives_64_and_lists_candidates(run: Any, log:
     assert "'chat' is in the ids of several requests, the shortest first: chat-9, chat-17-b6" in ambiguous.err
     unknown = run("show", log, "video")
     assert unknown.exit_code == 64
-    assert "no request has 'video' in its id; the last ones are: chat-9, chat-17-b6" in unknown.err
+    assert "no request has 'video' in its id; the last requests: chat-9, chat-17-b6" in unknown.err
     assert "no request has 'chat-8' in its id; did you mean: chat-9, chat-17-b6" in run("show", log, "chat-8").err
 
 
@@ -167,7 +167,7 @@ def test_the_id_that_a_client_gave_is_enough(
     several = run("show", log, "ser-3")
     assert several.exit_code == 64
     assert several.err.partition("the shortest first: ")[2].startswith(f"{names[2]}, {names[29]}, ")
-    assert f"the last ones are: {names[-1]}, " in run("show", log, "zzz").err
+    assert f"the last requests: {names[-1]}, " in run("show", log, "zzz").err
 
 
 def test_a_whole_id_wins_over_longer_ones(run: Any, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_narrow_terminal_leaves_out_columns_and_names_them(log_of_long_ids: Pa
     (head,) = (line for line in lines if line.startswith("request "))
     assert "preempted" in head
     assert "lookups" not in head
-    assert any(line.startswith("no room for lookups") for line in lines)
+    assert any(line.startswith("no room for the columns lookups") for line in lines)
     wide = lines_of(on_terminal("show", log_of_long_ids, columns=240))
     assert any("lookups" in line for line in wide)
     assert not any(line.startswith("no room") for line in wide)

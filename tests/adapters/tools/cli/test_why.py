@@ -48,7 +48,7 @@ def evicted(tmp_path: Path) -> tuple[Path, Driver]:
 @pytest.mark.parametrize(
     ("num_tokens", "text"),
     [
-        (33, "its own 2 blocks were full, so it needed another one. vLLM takes"),
+        (33, "this request's 2 blocks were full, so it needed another block. vLLM takes"),
         (32, "inferred: the prefix cache was reset, or"),
     ],
 )
@@ -63,7 +63,7 @@ def test_a_request_that_lost_its_blocks_to_nobody_needed_one_itself(
     driver.ledger.commit()
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     (line,) = (line for line in run("why", log, "a").out.splitlines() if "preempted with" in line)
-    assert "no other request got a block" in line
+    assert "the log does not show that another request got a block" in line
     assert text in line
 
 
@@ -77,7 +77,7 @@ def test_an_admission_and_a_preemption_tell_how_full_the_kv_cache_was(run: Any, 
     driver.ledger.commit()
     log = write_log(tmp_path / "log", driver.observed, driver.configuration, header={"num_device_blocks": 5})
     shown = run("why", log, "b").out
-    assert "; including its blocks, requests hold 4 of 5 blocks" in shown
+    assert "; all requests together now hold 4 of 5 blocks" in shown
     assert ", when requests held 4 of 5 blocks" in shown
     causes = run("--json", "why", log, "b").objects("cause")
     held = {each["what"]: each["num_blocks_held"] for each in causes if each["num_blocks_held"]}
@@ -150,7 +150,7 @@ def test_show_and_why_tell_the_same_of_equal_lookups(run: Any, tmp_path: Path) -
     for command in ("show", "why"):
         (line,) = [line for line in run(command, log, "a").out.splitlines() if "looked up" in line]
         assert line.endswith(
-            "the next chunk is not in the pool — 3 times in 4.00 s; first looked up 20.00 s after it arrived"
+            "the next chunk is not in the pool — 3 times in 4.00 s; first looked up 20.00 s after the request arrived"
         )
         told.append([line.split()[0], line.split()[1], line.split()[2]])
     assert told[0] == told[1]
@@ -171,7 +171,7 @@ def test_how_full_the_kv_cache_was_is_told_of_a_request_that_waited(run: Any, tm
     log = write_log(tmp_path / "log", driver.observed, driver.configuration, header={"num_device_blocks": 3})
     (line,) = [line for line in run("why", log, "a").out.splitlines() if "looked up" in line]
     assert " — 5 times in " in line
-    assert "; at first, requests held 3 of 3 blocks; reasons of the last lookups, from event " in line
+    assert "; at first, requests held 3 of 3 blocks; reasons of the lookups from event " in line
     causes = run("why", log, "a", "--json").objects("cause")
     assert [cause["num_blocks_held"] for cause in causes if cause["what"] == "lookup"] == [3] * 4
 
@@ -203,7 +203,7 @@ def test_a_preemption_names_who_got_blocks_and_says_what_is_inferred(run: Any, e
     step = number_of(driver, e.StepScheduled, 2)
     line = next(line for line in run("why", log, "a").out.splitlines() if "preempted with 32 settled tokens" in line)
     assert f"In step 2 (event {step}) 1 request ran 1 token, and blocks went to b (1)" in line
-    assert "inferred: it took this request's blocks for that request" in line
+    assert "inferred: vLLM took this request's blocks for that request" in line
 
 
 def test_the_table_adds_up_and_says_so(run: Any, evicted: tuple[Path, Driver]) -> None:
@@ -279,7 +279,7 @@ def test_a_request_must_be_named_and_known(run: Any, evicted: tuple[Path, Driver
     assert run("why", log).exit_code == 64
     unknown = run("why", log, "nobody")
     assert unknown.exit_code == 64
-    assert "the last ones are: r812, b, a" in unknown.err
+    assert "the last requests: r812, b, a" in unknown.err
 
 
 def test_a_window_limits_what_is_shown_not_what_is_known(run: Any, evicted: tuple[Path, Driver]) -> None:
@@ -340,7 +340,7 @@ def test_many_lookups_that_differ_in_numbers_are_one_line(run: Any, tmp_path: Pa
     took = duration(asked[6].time_ns - asked[0].time_ns)
     assert "looked up 65 tokens: 8 → 56 are saved, 8 → 56 offered; the next chunk is not in" in several
     at = f"from event {driver.observed.index(asked[6]) + 1} ({milliseconds(asked[6].time_ns)} ms) on:"
-    assert several.endswith(f" — 7 times in {took}; reasons of the last lookups, {at}"), "their reasons follow"
+    assert several.endswith(f" — 7 times in {took}; reasons of the lookups {at}"), "their reasons follow"
     assert "64 are saved, 64 offered; nothing is missing" in last
     assert len([cause for cause in run("why", "--json", log, "a").objects("cause") if cause["what"] == "lookup"]) == 8
 

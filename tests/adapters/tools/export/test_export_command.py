@@ -92,7 +92,7 @@ def test_a_file_has_the_rights_that_any_new_file_has(run: Any, log: Path, tmp_pa
     [
         ([], "give one format"),
         (["page.html", "--html"], "was parsed as the REQUEST; to write a file of this name, give -o page.html"),
-        (["--perfetto", "--html"], "give one format, and no more: --perfetto"),
+        (["--perfetto", "--html"], "give exactly one format: --perfetto"),
         (["--perfetto", "--json"], "name a file with -o"),
         (["--perfetto", "-o", "no/such/folder/t.json"], "No such file or directory"),
         (["--perfetto", "-o", "."], "is a folder"),
