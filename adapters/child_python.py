@@ -47,7 +47,7 @@ def child_environment(modules: Iterable[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def without_working_directory() -> Iterator[None]:
-    """Let `multiprocessing` start processes as with `python -P` in a `with` block.
+    """Within a `with` block, `multiprocessing` starts processes that behave as with `python -P`.
 
     The processes get this process's `sys.path`. The block sets an environment variable, because `multiprocessing` has
     no parameter for this (`multiprocessing/spawn.py`, Python 3.11). Only one thread can be in such a block at a time.

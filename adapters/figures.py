@@ -42,7 +42,7 @@ class Figures:
     num_tokens_queried: Int64 = 0
     """Tokens of the admitted requests that vLLM's own prefix cache does not have."""
     num_tokens_hit: Int64 = 0
-    """Those of the queried tokens that are loaded instead of computed."""
+    """Tokens among `num_tokens_queried` that are loaded and not computed."""
     num_tokens_loaded: Int64 = 0
     num_tokens_recovered: Int64 = 0
     num_tokens_retained: Int64 = 0
@@ -123,7 +123,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     loading: dict[JobId, NumTokens] = {}
     """Job id of a load in flight → its tokens."""
     returning: dict[LifeOrdinal, tuple[NumTokens, SumOfTokens]] = {}
-    """Ordinal of a life → (tokens retained, tokens recovered). Kept from a preempted life's lookup until it runs."""
+    """Life's ordinal → (tokens retained, tokens recovered). Kept from a preempted life's lookup until the life runs."""
     preempted_ns: dict[LifeOrdinal, TimeNs] = {}
     """Ordinal of a preempted life → time of its first preemption since it last ran."""
     load_times: Durations = msgspec.field(default_factory=Durations)
@@ -262,7 +262,7 @@ def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
 
 
 def _add_reasons(num_tokens_by: dict[str, int], answer: e.LookupAnswered | None, first: int, end: int) -> None:
-    """Count the tokens from `first` to `end` by the reason why `answer` left them to compute."""
+    """Count the tokens from `first` to `end` by the reason why they are computed, as `answer` shows it."""
     if first >= end:
         return
     if answer is None:
@@ -394,13 +394,13 @@ ADDS: Mapping[type[e.Event], Add] = {
 class Totals:
     """Counts each event before `projections` fold it, with the request and the copy as they are before the event.
 
-    A refused observation is not counted, and an event that changes no figure costs no call.
+    Refused observations are not counted. Events that change no figure are not looked at.
 
     Args:
         projections: the projections whose events are counted.
         state: the totals so far; None: all figures are 0.
         is_complete: whether `state` includes every earlier event.
-        on_failed: called once if counting raises; counting then stops. None: the error is raised into the fold.
+        on_failed: called once if counting raises; counting then stops. None: folding the event raises the error.
     """
 
     def __init__(

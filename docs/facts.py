@@ -1,9 +1,9 @@
-"""Every fact of a log, with the rules that verify it, or the reason why no rule does. A test requires all facts.
+"""Every fact of a log, with the rules that verify it, or the reason why no rule does. A test fails if one is missing.
 
 A fact is a field of an event. A rule is listed if it finds logs in which only that field is wrong: a test changes one
 field of one event at a time, in stories and walks, until each listed rule is broken. A listed rule need not find all
-wrong values: its docstring has what it does not verify. A rule that only relies on a fact is not listed. In addition,
-the audit makes every decision again if it has the code that made it.
+wrong values; its docstring says what the rule does not verify. A rule that only relies on a fact is not listed. In
+addition, the audit makes every decision again if it has the code that made it.
 """
 
 from __future__ import annotations

@@ -85,12 +85,12 @@ def one_line(text: str | None) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return text that begins with a capital, unless its first word is vLLM."""
+    """Return the text with a capital at its beginning, unless the first word is vLLM."""
     return text if text.startswith("vLLM") else text[:1].upper() + text[1:]
 
 
 def attribute_docs(owner: type | types.ModuleType) -> dict[str, str]:
-    """Name → the docstring of an attribute, as `ast` reads it from the source, with inherited ones."""
+    """Name of an attribute → its docstring in the source. Includes attributes of base classes in the same module."""
     if isinstance(owner, type):
         inherited = (base for base in owner.__mro__[1:] if base.__module__ == owner.__module__)
         found = {name: text for base in inherited for name, text in attribute_docs_of(base).items()}
@@ -99,7 +99,7 @@ def attribute_docs(owner: type | types.ModuleType) -> dict[str, str]:
 
 
 def attribute_docs_of(owner: type | types.ModuleType) -> dict[str, str]:
-    """Name → the docstring of an attribute, without inherited ones."""
+    """Name of an attribute → its docstring in the source. Does not include attributes of base classes."""
     tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(owner)))
     body = tree.body if isinstance(owner, types.ModuleType) else tree.body[0].body  # type: ignore[attr-defined]
     found = {}
@@ -111,7 +111,7 @@ def attribute_docs_of(owner: type | types.ModuleType) -> dict[str, str]:
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Yield every function and method, named as in a traceback; inner functions belong to the outer one."""
+    """Yield (name as in a traceback, syntax tree) of every function and method, except of inner functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{node.name}.")
@@ -126,7 +126,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def places(pattern: str, wanted: Callable[[ast.AST], Iterable[str]]) -> dict[str, list[str]]:
-    """Name → where `wanted` finds it in the files that match `pattern`, as links."""
+    """Name → links to the functions in which `wanted` finds the name, in all files that match `pattern`."""
     found: dict[str, dict[str, None]] = {}
     for path in sorted(REPOSITORY.glob(pattern)):
         relative = path.relative_to(REPOSITORY)
@@ -154,7 +154,7 @@ the findings of the audit. A test plays each transcript, so all transcripts are 
 
 
 def states_page() -> list[str]:
-    """Return the states, a diagram, the table as a matrix, and its rules."""
+    """Return the states, diagrams, the transition table as a matrix, and the rules of the tables."""
     texts = attribute_docs(states.RequestState)
     lines = heading("States", "lifecycle/states.py and lifecycle/table.py")
     for state in RequestState:
@@ -285,7 +285,7 @@ CONNECTOR = {
 
 
 def default_of(name: str) -> object:
-    """Return the default as JSON; sizes are human-readable."""
+    """Return the default of a setting as JSON; sizes are human-readable."""
     default = ConnectorSettings.model_fields[name].default
     if isinstance(default, pydantic.ByteSize):
         return re.sub(r"\.0(?=[A-Z])", "", default.human_readable())
@@ -378,21 +378,22 @@ def invariants_page() -> list[str]:
         """
         ## Facts
 
-        This table has each field of each event, with the rules that find a log in which only this field is wrong, or
-        the reason why no rule finds it. Rules that only use a field are not listed. In addition, `kvledger verify`
-        makes every decision again.
+        This table lists every field of every event, with the rules that find a log in which only this field is wrong,
+        or the reason why no rule finds such a log. Rules that only use a field are not listed. In addition,
+        `kvledger verify` makes every decision again.
 
         A field without a rule is trusted: a log in which only this field is wrong passes every rule. A listed rule does
         not find all wrong values, only those that something else in the log contradicts. Most wrong values of these
         fields pass unless something else in the log depends on them:
 
-        - numbers of tokens that are settled, also in `window.left`, or that a rollback or a session's next turn keeps
+        - numbers of settled tokens, including the numbers in `window.left`
+        - numbers of tokens that a request keeps at a rollback or at a session's next turn
         - the token counts of `request.preempted` and `request.finished`
         - the blocks that a step or an allocation gives to a request that saves and loads nothing
         - keys that no request looks up
 
-        Only making the decision again finds a wrong choice of declined chunks, a wrong choice of free slots for a save,
-        and a synchronous save that could be asynchronous.
+        No rule finds a wrong choice of declined chunks, a wrong choice of free slots for a save, or a synchronous save
+        that could be asynchronous. `kvledger verify` finds these only because it makes the decision again.
         """
     )
     facts = [[f"`{event_id}`", *fact] for event_id, fields in FACTS.items() for fact in by_reason(fields)]
@@ -400,7 +401,7 @@ def invariants_page() -> list[str]:
 
 
 def by_reason(fields: Mapping[str, Why]) -> Iterable[list[str]]:
-    """Yield one row for all fields with the same rules or the same reason."""
+    """Yield one row for each set of rules and each reason, with all fields that have it."""
     for why in dict.fromkeys(fields.values()):
         names = ", ".join(f"`{name}`" for name, its in fields.items() if its == why)
         yield [names, "", why] if isinstance(why, str) else [names, ", ".join(why), ""]
@@ -423,10 +424,10 @@ def mutants_page() -> list[str]:
         was offered. Then the audit of `kvledger verify` reads the log. The bug is switched on in the audit, too,
         because in production the same version writes and verifies a log.
 
-        The first event that breaks a rule breaks the rule in the first column and no other. *Events* counts the events
-        from the first one at which the bug made a difference, in the log or only in the connector's state, to the
-        violation, both included. *Found* counts the seeds in which the rule was broken, out of the seeds in which the
-        bug made a difference. The logs of the remaining seeds ended before any rule was broken.
+        The rule in the first column is the first rule that the bug breaks. The same event breaks no other rule.
+        *Events* counts the events from the first difference to the violation, both included. A difference is a change
+        that the bug makes in the log, or only in the connector's state. *Found* counts the seeds in which the rule was
+        broken, out of the seeds with a difference. The logs of the remaining seeds ended before any rule was broken.
 
             make mutants SEEDS=100                        every mutant, on 100 seeds each
             make mutants RULE=HIT_PINNED SEED=3           one log, with marks where the bug acted and where it was found
@@ -458,8 +459,8 @@ def mutants_page() -> list[str]:
         ## Bugs of recorded connectors
 
         The rules for [a recorder's log](recording.md), each with what a connector must do and the incidents in which a
-        connector did not. [`tests/adapters/recorder`](../tests/adapters/recorder) has bugs that vLLM's own connectors
-        have, and bugs that a test adds to these connectors.
+        connector did not do it. [`tests/adapters/recorder`](../tests/adapters/recorder) has bugs that vLLM's own
+        connectors have, and bugs that a test adds to these connectors.
         """
     )
     lines += rows(
@@ -513,7 +514,7 @@ def contract_page() -> list[str]:
     lines += ["", *rows(["obligation", "side", "can be seen", "tested by"], body)]
     for each in everything:
         lines += obligation_section(each)
-    lines += ["## Checks", "", "The checks of the simulation, in addition to the rules for the log.", ""]
+    lines += ["## Checks", "", "The simulation makes these checks, in addition to the rules for the log.", ""]
     lines += [f"- `{each.value}`: {checks[each.name]}" for each in obligations.Check]
     lines += ["", "## Scenarios", "", "Each scenario is played twice, the second time with every lookup repeated.", ""]
     return [*lines, *(f"- **{name}**: {one_line(scenario.play.__doc__)}" for name, scenario in SCENARIOS.items())]
@@ -532,7 +533,7 @@ def obligation_section(obligation: obligations.Obligation) -> list[str]:
     lines += [f"- Source: {'; '.join(obligation.source)}"]
     lines += [f"- Can be seen: {obligation.seen.value}. Tested by: {tested_by(obligation)}"]
     if obligation.scenarios:
-        lines += [f"- Only in the scenarios: {'; '.join(obligation.scenarios)}"]
+        lines += [f"- Tested only in these scenarios: {'; '.join(obligation.scenarios)}"]
     if obligation.limit:
         lines += [f"- Not seen: {obligation.limit}"]
     if obligation.incidents:
@@ -571,10 +572,10 @@ def metrics_page() -> list[str]:
         "that is not configured has the value `auto` if its default depends on the machine or the model."
     )
     lines += prose(
-        f"{missed} and {recomputed} have the additional label `{LABELS[MISSED]}`: why the connector's answer left the "
-        "tokens to compute, as known when the request is admitted. `kvledger stats` divides the reason `missing` "
-        "further, into tokens that no request had computed before, and tokens that were evicted, lost to a reset, or "
-        "never saved ([reasons](reasons.md))."
+        f"{missed} and {recomputed} have the additional label `{LABELS[MISSED]}`: the reason why the connector's "
+        "answer left the tokens to compute, as known when the request is admitted. `kvledger stats` divides the reason "
+        "`missing` further, into tokens that no request had computed before, and tokens that were evicted, lost to a "
+        "reset, or never saved ([reasons](reasons.md))."
     )
     return lines + prose(
         "A reason is a [`miss_reason`](events.md#why-a-hit-ends) or one of these:\n\n"
@@ -583,8 +584,8 @@ def metrics_page() -> list[str]:
         f"- `{NOT_LOADED}`: the connector offered the tokens, but vLLM did not claim them. Recomputed tokens "
         "are also counted here if their load failed.\n"
         f"- `{NO_LOOKUP}`, only for recomputed tokens: vLLM allocated their blocks without a lookup.\n\n"
-        "While the log cannot be written, vLLM gets no hits, and these two metrics count no requests; "
-        "`log_waiting_events` shows it. A load that fails within a step counts as a hit, and in `failed_loads`."
+        "While the log cannot be written, vLLM gets no hits, and these two metrics count no requests. "
+        "`log_waiting_events` shows such a time. A load that fails within a step counts as a hit and in `failed_loads`."
     )
 
 

@@ -67,7 +67,7 @@ def vocabulary_header(core: Core) -> dict[str, object]:
 
 
 def log_header(core: Core, configuration: LedgerConfiguration) -> dict[str, object]:
-    """Return the smallest header with which the `kvledger` command can read a log, as JSON values.
+    """Return, as JSON values, the smallest header with which the `kvledger` command can read a log.
 
     Create the store of the log with this header.
     """
@@ -132,7 +132,7 @@ class EventDecoder:
         SchemaTooNew: the header has a newer schema version. Without `lenient` also: the header has an event, or a
             version of an event, that this kvledger does not know.
         CodecError: the log has an earlier schema version, the list of event classes in its header cannot be read, or
-            the header lists fields for an event that differ from those of this code.
+            the header lists other fields for an event than this code has.
     """
 
     def __init__(self, core: Core, header: Mapping[str, Any], *, lenient: bool = False) -> None:
@@ -186,7 +186,7 @@ class EventDecoder:
         return DecodedFrame(events, tuple(skipped))
 
     def _check(self, payload: bytes, events: Iterable[Event]) -> None:
-        """Refuse a slot outside of the pool, whose size is in the header. Rules check numbers without such a limit."""
+        """Refuse slots outside of the pool, whose size is in the header. Rules check other numbers."""
         for event in events:
             if type(event) in _WITH_SLOTS:
                 largest = max(cast("LoadIssued | SaveIssued | TailSaveIssued", event).slots, default=0)
@@ -227,7 +227,8 @@ class EventDecoder:
     def _wire_class(self, code: int, declared: _Declared, *, lenient: bool) -> type:
         """Return the class into which msgspec decodes arrays with this wire code.
 
-        This is the event's class, or a stand-in. For a stand-in, a converter to the event is stored.
+        This is the event's class if the header declares the event as this code does. Otherwise, it is a stand-in class
+        with the header's fields, and `_converters` gets a function that converts the stand-in to the event.
         """
         event_class = self._vocabulary.get(declared.id)
         if event_class is None or declared.version > event_class.version:
@@ -290,9 +291,9 @@ class EventDecoder:
 
 
 def _known_fields(event_class: type[Event]) -> list[tuple[str, ...]]:
-    """Return the lists of fields that a header may have for this event: all fields, or some of the last ones left out.
+    """Return each list of fields that a header may have for this event: all fields, or fewer at the end.
 
-    A field that was added later comes last and has a default.
+    Older logs lack the fields that were added later. Such fields come last and have defaults.
     """
     names, num_defaults = field_names(event_class), len(event_class.__struct_defaults__)
     return [names[: len(names) - num_missing] for num_missing in range(num_defaults + 1)]

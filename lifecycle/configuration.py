@@ -69,8 +69,8 @@ class LedgerConfiguration:
     """Settings of the core, the same for a whole log. Sizes are in tokens and slots; one slot holds one page.
 
     Raises:
-        ConfigurationError: a number is outside its range, neither of chunk and block size is a multiple of the other,
-            the save interval is less than a chunk, no group sees all tokens, or the pool cannot hold one chunk.
+        ConfigurationError: a number is outside its range, neither chunk size nor block size is a multiple of the
+            other, the save interval is less than a chunk, no group sees all tokens, or the pool cannot hold one chunk.
     """
 
     block_size: int
@@ -86,12 +86,12 @@ class LedgerConfiguration:
     keep_for_preempted: bool = True
     """Whether chunks that a preempted request needs are never evicted while the request waits for blocks."""
     async_load_tokens: int | None = None
-    """Loads of at least this many tokens are asynchronous. With several groups, every load is asynchronous.
+    """Loads of at least this many tokens are asynchronous. Other loads precede their step's forward pass.
 
-    None: no load is asynchronous, and each load precedes its step's forward pass.
+    None: no load is asynchronous. With several groups of layers, every load is asynchronous, even with None.
     """
     save_interval_tokens: int = 0
-    """Tokens in one save after the prompt: whole chunks are saved each time this many more tokens have settled.
+    """Tokens in one save after the prompt: each time this many tokens have settled, their chunks are saved together.
 
     0: each chunk is saved when it has settled.
     """
@@ -100,7 +100,7 @@ class LedgerConfiguration:
     max_deferred_lookups: int = 8
     """Maximum number of consecutive deferrals before a lookup is answered.
 
-    All deferrals for one load of another request that loads the same chunks count as one.
+    Deferrals count as one if they all wait for one load of another request that loads the same chunks.
     """
     awaits_shared_loads: bool = False
     """Whether a lookup is deferred while another request loads the same chunks.
@@ -110,8 +110,8 @@ class LedgerConfiguration:
     settles_in_flight: bool = True
     """Whether the tokens of steps in flight count as settled when a request is preempted or ends.
 
-    In vLLM they do: the first copies of a step run after all earlier steps. With speculative decoding they do not,
-    because vLLM may reject drafts.
+    Without speculative decoding it is True, because vLLM's workers run the first copies of a step after all earlier
+    steps. With speculative decoding it is False, because vLLM may reject drafts.
     """
     max_failed_loads: int = 3
     """Number of failed loads after which a request is quarantined, so it gets no more loads."""

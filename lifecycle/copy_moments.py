@@ -53,9 +53,9 @@ class CopyMoments(NamedTuple):
     """
 
     def as_fields(self) -> tuple[int, ...]:
-        """Return the fields of `TransferReported.moments`: delivered, number and hook of the begin, then of the end.
+        """Return the fields of `TransferReported.moments`: delivered, number, hook of the beginning, then of the end.
 
-        `delivered` of the end is written as the difference from the begin. This is mostly 0, which takes one byte.
+        For the end, `delivered` is the difference from the beginning. It is mostly 0, which takes one byte.
         """
         began, ended = self
         return (*began, ended.delivered - began.delivered, ended.number, ended.hook)

@@ -17,14 +17,14 @@ from types import CodeType, FunctionType, MethodType
 
 
 class Unstoppable(BaseException):
-    """Base of kvledger's own exceptions that must not be caught by foreign code, or as an error of foreign code."""
+    """Base of kvledger's own exceptions that foreign code must not catch, and that are no errors of foreign code."""
 
 
 def raise_if_unstoppable(error: BaseException) -> None:
     """Raise `error` again if it must end the process or the command; return if kvledger may go on.
 
-    It raises `KeyboardInterrupt` and `Unstoppable`. It also raises an error of a signal handler, unless that is an
-    `Exception`: vLLM's workers end by a `SystemExit` that their SIGTERM handler raises
+    It raises `KeyboardInterrupt` and `Unstoppable`. It also raises an error that a signal handler raised, unless the
+    error is an `Exception`. vLLM's workers end by such an error: their SIGTERM handler raises `SystemExit`
     (`vllm/v1/executor/multiproc_executor.py`, worker_main, 0.32). It does not raise any other error, such as a
     `SystemExit` that the foreign code itself raised.
     """

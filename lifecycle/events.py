@@ -181,10 +181,10 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
 class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
     """The keys of the request's chunks from `first_chunk` on. They replace all known keys from `first_chunk` on.
 
-    Audits check the keys with `hash_prefixes`. For each chunk this has the first 4 bytes of vLLM's hash
+    Audits check the keys with `hash_prefixes`: for each chunk, the first 4 bytes of vLLM's hash
     (`Request.block_hashes`) of the last block that ends within the chunk or before it; zeros if there is no such block.
-    `hash_prefixes` is empty if it was not recorded. `are_block_hashes`: whether each key must be vLLM's hash of that
-    block, truncated. If not, each key must be a different hash, which covers more.
+    `hash_prefixes` is empty if it was not recorded. `are_block_hashes`: whether each key must be the chunk's hash of
+    vLLM, truncated. If not, each key must differ from this hash, because the key covers more.
     """
 
     first_chunk: ChunkNumber
@@ -290,7 +290,7 @@ class SettledTokens(NamedTuple):
     first_chunk: ChunkNumber
     """The first chunk that may need a save. Earlier chunks were saved or declined before."""
     num_settled_tokens: NumTokens
-    """Tokens of steps whose output vLLM has processed. Without windows, only tokens of chunks with known keys count."""
+    """Tokens of steps whose output vLLM has processed. If no group has a window, only chunks with known keys count."""
     num_in_flight_tokens: NumTokens = NOT_RECORDED
     """Computed tokens of steps whose output vLLM has not processed yet."""
 
@@ -433,8 +433,8 @@ class LookupAnswered(RequestDecision, frozen=True, tag=14):
 class LookupDeferred(RequestDecision, frozen=True, tag=15):
     """The scheduler was asked to repeat the lookup later, because the copy `job_id` is in flight.
 
-    This copy saves tokens that the request could load, or loads the same chunks for another request. With sliding
-    windows it may be any load of another request, because only one load runs at a time.
+    This copy saves tokens that the request could load, or loads chunks of the same prefix for another request. With
+    sliding windows it may be any load of another request, because only one load runs at a time.
     """
 
     num_computed_tokens: NumTokens
@@ -659,10 +659,10 @@ LOG_BEFORE = "the log before, "
 
 @observation("window.left")
 class WindowLeft(RequestEvent, frozen=True, tag=34):
-    """vLLM frees blocks that the request's sliding windows have left. Recorded before a step or the request's end.
+    """vLLM frees blocks that the request's sliding windows have moved past. Recorded before a step or the request's end.
 
-    Earlier, vLLM had freed only the blocks that no window saw at `num_settled_tokens` settled tokens. Blocks that vLLM
-    frees now are intact until the step's forward pass. Recorded only if the request was in the previous step.
+    Before this, vLLM had freed only the blocks that no window saw after `num_settled_tokens` settled tokens. The blocks
+    that vLLM frees now are intact until the step's forward pass. Recorded only if the request was in the previous step.
     """
 
     num_settled_tokens: NumTokens
@@ -694,7 +694,7 @@ class EffectsDelivered(Event, frozen=True, tag=39):
     """
 
     job_ids: tuple[JobId, ...]
-    """Jobs given to the workers. The workers get a job with its own step or never."""
+    """Jobs given to the workers. A job is given with the first step after its decision, or never."""
     awaited: tuple[JobId, ...]
     """Jobs that the workers were reminded of."""
     block_ids: tuple[BlockId, ...]
@@ -813,9 +813,9 @@ class PagesDigested(Event, frozen=True, tag=42):
 class EndRefused(Event, frozen=True, tag=43):
     """Another connector reported an end too early. kvledger removed this end before vLLM acted on it.
 
-    Under `MultiConnector` every child may report ends of any request, and vLLM cannot see which child reported. vLLM
-    would use blocks that a copy is filling, or free blocks that a copy is reading, or one of its assertions would fail
-    (`v1/core/sched/scheduler.py`, _update_from_kv_xfer_finished, 0.32).
+    Under `MultiConnector` every child may report ends of any request, and vLLM cannot see which child reported. If
+    kvledger left the end in, vLLM would use blocks that a copy is filling, free blocks that a copy is reading, or fail
+    an assertion (`v1/core/sched/scheduler.py`, _update_from_kv_xfer_finished, 0.32).
     """
 
     request_id: str
@@ -843,9 +843,9 @@ class PrefixCacheReset(Event, frozen=True, tag=44):
 class StepReported(Event, frozen=True, tag=45):
     """Ranks sent the output of a step that has something to report.
 
-    A step has to report copies that it waits for, copies that kvledger asked about, ends, and blocks that no copy
-    fills. The event comes after the reports of that output. A copy that is neither in these reports nor in `under_way`
-    was not made.
+    A step has something to report if it waits for a copy, if kvledger asked about a copy, or if there are ends or
+    unfilled blocks. The log has this event after the reports of the same output. A copy that these ranks had to report
+    was not made if it is neither in their reports nor in `under_way`.
     """
 
     delivered: Sequence
@@ -913,7 +913,7 @@ class HooksExchanged(Event, frozen=True, tag=46):
     num_deferred: Count = 0
     """Deferred lookups among `num_answers`. vLLM repeats them."""
     num_async: Count = 0
-    """Answers with an asynchronous load among `num_answers`."""
+    """Answers among `num_answers` that offer an asynchronous load."""
     num_tokens: Count = 0
     """Tokens that the answers in `num_answers` offer in total."""
     num_allocations: Count = 0
@@ -929,11 +929,11 @@ class HooksExchanged(Event, frozen=True, tag=46):
     num_finished: Count = 0
     """Ends of requests (`request_finished`)."""
     num_held: Count = 0
-    """Ends of requests that were answered with True, so that vLLM keeps the blocks."""
+    """Ended requests whose blocks vLLM keeps, because kvledger answered `request_finished` with True."""
     num_resets: Count = 0
     """Resets answered with True (`reset_cache`)."""
     differences: tuple[tuple[str, Int64, str], ...] = ()
-    """(`Difference`, number, what happened instead). The `Difference` says what the number is."""
+    """(`Difference`, number, the difference in words). The `Difference` says what the number is."""
 
 
 _DECLARED = [

@@ -1,4 +1,4 @@
-"""Extensions: additions to a core. `Absent` lets a reader without an extension's code read its logs.
+"""Extensions: additions to a core. `Absent` lets a reader read logs with an extension whose code it lacks.
 
 An extension can have events, sub-states of the phases, handlers that are called after the existing ones, projections,
 rules, and settings. It can also choose which chunks are evicted last. A row of a sub-state must lead to the phase to
@@ -79,7 +79,7 @@ class Extension:
         return None
 
     def evidence(self, events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> Iterable[str]:
-        """Return lines that `why` adds to the last of these events. Derive them from the earlier events.
+        """Return lines that `why` adds to the last of these events. Derive the lines from these events.
 
         Args:
             events: (sequence number, event) of one life, in log order: observations about the request, and answers.
@@ -91,7 +91,7 @@ class Extension:
         """Return what the extension is doing from this event on, in plain words.
 
         "": nothing any more. None: the event changes nothing. `show`, `stats` and `verify` print the latest text if the
-        log ends, `show --follow` prints it if no more events arrive.
+        log was not closed. `show --follow` prints the text if no more events arrive.
         """
         return None
 

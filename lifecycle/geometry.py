@@ -2,9 +2,9 @@
 
 kvledger matches chunks and copies *pages*. A page is one block of one group of layers. Either the chunk size is a
 multiple of the block size, or the reverse. A chunk larger than a block has several pages. A chunk smaller than a block
-shares its page with the other chunks in the block. Its *image* is a copy of this page in which the tokens up to the
-end of the chunk are valid. A longer image of the same block replaces a shorter one. No other module knows that a chunk
-may end inside a block.
+shares its page with the other chunks in the block. The *image* of such a chunk is a copy of the page in which the
+tokens up to the end of the chunk are valid. A longer image of the same block replaces a shorter one. No other module
+knows that a chunk may end inside a block.
 
 Hybrid models have one block table per group of layers. kvledger interleaves these tables in one flat table, in which
 each page has the index `block * num_groups + group`. With one group, a page is a block. In a group with a window, vLLM
@@ -57,9 +57,9 @@ class Windows:
                     yield block * self.num_groups + group
 
     def last_boundary(self, num_tokens: int, step: int, is_stored: Callable[[int, int], bool]) -> int:
-        """Return the length of the longest prefix after which every page that a window sees is stored.
+        """Return the length of the longest prefix for which all pages are stored that the next token needs.
 
-        Groups without a window are not checked: all of their pages are assumed to be stored.
+        Only groups with a window are checked. All pages of the other groups are assumed to be stored.
 
         Args:
             num_tokens: largest length of the prefix.
@@ -122,7 +122,7 @@ class Geometry:
     def chunks_of_load(self, first_token: int, num_tokens: int, num_known: int) -> range:
         """Return the chunks that a load of these tokens touches, at most up to the first chunk without a known key.
 
-        A load can end inside that chunk, but not later. A load in a log may have any numbers of tokens.
+        A load can end inside that chunk, but not later. The limit is for damaged logs, which may have any numbers.
 
         Args:
             first_token: the first token of the load.
@@ -134,10 +134,10 @@ class Geometry:
         return range(first, min(end, max(first, num_known) + 1))
 
     def earlier_chunks(self, chunks: Iterable[int], num_known: int) -> list[int]:
-        """Return the chunks that come before these chunks in the same blocks, ascending, without these chunks.
+        """Return the chunks that come before one of these chunks in the same block, in ascending order.
 
-        The image of a later chunk in a block contains the earlier chunks too. Only chunks below `num_known` are
-        returned.
+        The given chunks are left out, and so are all chunks from `num_known` on. The image of a later chunk in a block
+        contains the earlier chunks of the block.
         """
         if not self.chunks_share_blocks:
             return []
@@ -161,7 +161,7 @@ class Geometry:
         return tuple([block for chunk in chunks for block in range(chunk * blocks, (chunk + 1) * blocks)])
 
     def pages_of(self, chunks: Sequence[int]) -> Sequence[int]:
-        """Return the ascending indices in the flat table of the pages that the chunks need in all groups."""
+        """Return the pages that the chunks need in all groups, as ascending indices in the flat table."""
         num_pages = self.pages_per_chunk
         if self.chunks_share_blocks:
             blocks, num_groups = self.blocks_of(chunks), len(self.window_sizes)
@@ -175,14 +175,14 @@ class Geometry:
         return [page for chunk in chunks for page in range(chunk * num_pages, (chunk + 1) * num_pages)]
 
     def pages_for(self, chunks: Sequence[int], num_slots: int) -> Sequence[int]:
-        """Return the pages of `pages_of`; pages after the first `num_slots` may be left out.
+        """Return the result of `pages_of`, but possibly without the pages after the first `num_slots`.
 
-        For copies in a log, which may name more chunks than they have slots for.
+        Use it for copies in a log, because a damaged copy may name more chunks than it has slots for.
         """
         return self.pages_of(chunks if self.chunks_share_blocks else chunks[: -(-num_slots // self.pages_per_chunk)])
 
     def place_of(self, page: int, num_chunks: int) -> tuple[int, int]:
-        """Return the chunk that has the longest image of `page`, and the index of the page among the chunk's pages.
+        """Return the last chunk with tokens in `page`, and the index of the page among the chunk's pages.
 
         Only the first `num_chunks` chunks are considered.
         """
@@ -211,7 +211,7 @@ class Geometry:
         return tuple([slot_of_page[page] for page in pages])
 
     def slots_of_pages(self, pages: range, slots: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the slot with the longest image of each page. `slots` are the slots of all chunks from chunk 0 on."""
+        """Return for each page the slot of its last chunk. `slots` are the slots of all chunks, from chunk 0 on."""
         if not self.chunks_share_blocks:
             return slots[pages.start : pages.stop]
         num_chunks = len(slots) // self.pages_per_chunk

@@ -136,7 +136,7 @@ class Checked:
         if isinstance(decision, e.ChunksEvicted):
             if decision.keys and self.projections.pool.forest.may_leave(decision.keys):
                 return ""
-            return "a chunk is not in the pool, is named twice, or is in use itself or by a chunk after it"
+            return "a chunk is not in the pool, is named twice, is in use, or is continued by a chunk that stays"
         return self._reason_against_event(decision, record) if isinstance(decision, e.RequestEvent) else ""
 
     def _reason_against_event(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
@@ -156,7 +156,7 @@ class Checked:
             and decision.num_deferred <= self.projections.configuration.max_deferred_lookups
         ):
             return ""
-        return f"it is deferral {max(counts)} in a row, which is too many or not its number {decision.num_deferred}"
+        return f"it is deferral {max(counts)} in a row: too many, or num_deferred {decision.num_deferred} is wrong"
 
     def _reason_against_other(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
         if isinstance(decision, e.LookupDeferred):

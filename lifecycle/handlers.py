@@ -117,11 +117,11 @@ class Computing(Unfinished):
         save_on_preemption(turn, event)
 
     def session_continued(self, turn: Turn, event: e.SessionContinued) -> None:
-        """Make the next step wait for saves from blocks that this step may overwrite."""
+        """Make the next step wait for saves from blocks that the next step may overwrite."""
         fence_saves(turn)
 
     def tokens_rolled_back(self, turn: Turn, event: e.TokensRolledBack) -> None:
-        """Make the next step wait for saves from blocks that this step may overwrite."""
+        """Make the next step wait for saves from blocks that the next step may overwrite."""
         fence_saves(turn)
 
 

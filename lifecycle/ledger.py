@@ -3,8 +3,9 @@
 Only the scheduler side of the connector writes to a `Ledger`. The ledger reads no clock and does no I/O: times come
 with the observations, and frames go to the sink.
 
-`Decider` makes the decisions on an observation. It is the only part of the core that may refuse something. It keeps no
-state: everything that it reads was folded from the log. A replay uses it to make recorded decisions again.
+`Decider` makes the decisions on an observation. In the core, only the `Decider` and the functions in `decisions/` may
+refuse something. The `Decider` keeps no state: everything that it reads was folded from the log. A replay uses it to
+make recorded decisions again.
 """
 
 from __future__ import annotations
@@ -328,7 +329,7 @@ class Decider:
                 release_if_settled(turn)
 
     def _illegal(self, record: RequestRecord, trigger: str, before: Before, cause: int) -> None:
-        """Report an illegal event, unless the request is quarantined. After a missed event, many events are illegal."""
+        """Report an illegal event, unless the request is quarantined: after one missed event, many are illegal."""
         if record.trust is TrustRegion.TRUSTED:
             detail = f"{trigger} happened to a request in state {before.state}, blocks {before.blocks}"
             self._break(Rule.LEGAL_TRANSITION.value, record.request_id, detail, cause)
@@ -392,7 +393,7 @@ class Decider:
     def _give_up(self, event: e.StepScheduled, cause: int) -> None:
         """Ask the workers about overdue copies, and give up copies that are overdue a second time.
 
-        Also give up saves that a step had to wait for and did not.
+        Also give up each save for which a step had to wait, but did not wait.
         """
         turn = EngineTurn(self._projections, self._decide, cause)
         for job_id in self._owed.lost_fences():

@@ -107,7 +107,7 @@ class Tables:
     after: Mapping[str, Mapping[Standing, Standing]]
     """Trigger → (phase, blocks) → (phase, blocks) afterwards, also where the trigger is illegal.
 
-    A refused event moves only the region that accepts it, unless the gating names the states to which it leads.
+    A refused event moves only the region that accepts it, unless `gating` names the states after this event.
     """
     others: Mapping[str, tuple[tuple[str, Mapping[State, State]], ...]]
     """Trigger → (region, moves) for each region that the trigger moves besides phase and blocks."""

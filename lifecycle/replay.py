@@ -45,7 +45,7 @@ SequencedEvent = tuple[int, Event]
 
 
 def batches(events: Iterable[SequencedEvent], min_events: int = 1) -> Iterator[list[SequencedEvent]]:
-    """Yield the events in batches of at least `min_events` that do not separate an observation from its decisions."""
+    """Yield the events in batches of at least `min_events`. An observation and its decisions are in the same batch."""
     batch: list[SequencedEvent] = []
     for sequence, event in events:
         if len(batch) >= min_events and not event.is_decision:
@@ -94,8 +94,8 @@ _Standing = tuple[State, ...]
 class Replay:
     """Folds events one by one, makes the decisions on them again, and compares states with the reference machine.
 
-    Each decision is compared with the next event of the log, and that event is folded. At the first difference the turn
-    ends: the other recorded decisions on the same observation are folded, but not compared.
+    Each decision is compared with the next event of the log, and that event is folded. After the first difference, the
+    other recorded decisions on the same observation are folded, but not compared.
 
     Args:
         core: the core that decides and folds.
@@ -145,21 +145,21 @@ class Replay:
         """Fold events in log order, and make their decisions again. An observation must come with its decisions.
 
         Raises:
-            Exception: whatever a fold raises. `current` has the event. `take` must not be called again.
+            Exception: a fold raised it at the event in `current`. Do not call `take` again.
         """
         self._events = iter(events)
         while (following := self._next()) is not None:
             self._take_up(*following)
 
     def finish(self) -> None:
-        """Report a decision that is missing at the end of the log."""
+        """Report the decision that this code makes after the last event, if there is one. The log lacks it."""
         if self.missing is not None:
             self.divergences.append(self.missing)
             self.missing = None
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether another replay could go on from the folded state alone, if the next event is an observation."""
+        """Whether another replay can continue with the folded state and nothing else, from an observation on."""
         return self.missing is None and not self._stands_aside
 
     def _next(self) -> SequencedEvent | None:
@@ -204,7 +204,7 @@ class Replay:
             raise self._error
 
     def _is_unjudged(self, event: Event) -> bool:
-        """Whether an absent extension may have decided on the event, in the state of its request."""
+        """Whether an `Absent` extension may have decided on the event in the state of the event's request."""
         record = self.projections.tracker.get(event.request_id) if isinstance(event, RequestEvent) else None
         state = None if record is None else record.state
         return not self._unjudged.isdisjoint(((type(event), None), (type(event), state)))
@@ -282,8 +282,8 @@ def _standing(moved: RequestRecord | Copy) -> _Standing:
 def _walked(reference: ReferenceMachine, event: RequestEvent, record: RequestRecord) -> _Standing:
     """Return the states to which the reference machine leads a request.
 
-    A decision about another life moves nothing. A decision about another generation moves nothing either, unless it is
-    a quarantine.
+    A decision about an earlier life of the request id changes no state. A decision about another generation changes no
+    state, except for a quarantine.
     """
     before, gating = record.states, reference.gating
     if isinstance(event, RequestDecision) and (

@@ -1,4 +1,4 @@
-"""Shows configured values and addresses without passwords and tokens. This module must not know any single setting."""
+"""Shows configured values and addresses without passwords and tokens. This module must not name any setting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def without_credentials(text: str, *, is_address: bool = False) -> str:
 
     Args:
         text: a message, or an address.
-        is_address: whether the text is nothing but an address, which may contain spaces or lack its scheme.
+        is_address: whether the whole text is one address, which may contain spaces or lack its scheme.
     """
     if not is_address:
         return _ADDRESS.sub(_in_text, text)

@@ -93,7 +93,7 @@ class WorkRegion(enum.StrEnum):
 
 
 class SourceRegion(enum.StrEnum):
-    """Whether the request still has the blocks that a job reads or writes."""
+    """Whether the request of a job still has the blocks that the job reads or writes."""
 
     OWNED = "owned"
     """The request has the job's blocks, or the copy runs within a step."""

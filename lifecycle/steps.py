@@ -76,7 +76,7 @@ class StepEncoder:
         )
 
     def is_expected(self, record: RequestRecord, num_computed_tokens: int, num_scheduled_tokens: int) -> bool:
-        """Whether the request does what the log expects in this step, so that the event leaves it out."""
+        """Whether the request does what the log expects in this step, so that the event leaves the request out."""
         return (
             num_scheduled_tokens == 1
             and record.ordinal in self._tracker.computed.decoding

@@ -28,11 +28,12 @@ Theory of operation
   time. It refuses a lookup while a load fills the blocks, because vLLM looks up only requests that hold no blocks. A
   lookup with granted blocks leads to `none`: after a failed asynchronous load, vLLM frees the blocks and calls no hook.
 
-  FIRST. A rollback to 0 tokens begins a generation. The `LoadFailed` that follows is about the earlier generation, so
-  it does not move the request. The request runs and is not looked up, so it does not have to compute tokens first.
+  FIRST is whether a request must compute tokens before it is offered another load, because a load failed. A rollback to
+  0 tokens begins a generation. A `LoadFailed` that follows is about the earlier generation, so it does not move the
+  request. The request runs and is not looked up, so it does not have to compute tokens first.
 
-  CURRENT. Tokens that are computed on top of stale tokens are stale too. A preemption leads back to `current`: whether
-  the lost blocks may be saved depends on the state before the preemption.
+  CURRENT is whether the computed tokens may be saved. Tokens that are computed on top of stale tokens are stale too. A
+  preemption leads back to `current`: whether the lost blocks may be saved depends on the state before the preemption.
 
   An event names a job by its id. If the job is of an earlier generation, the event moves the job, but not the request.
 
@@ -252,8 +253,8 @@ class Gating:
     resync: Mapping[tuple[S, str], tuple[S, BlocksRegion]]
     """(phase, trigger) → (phase, blocks) afterwards, for a refused observation that shows that the request has blocks.
 
-    vLLM gave these blocks to the request in a hook of kvledger that failed. Any other refused observation that is
-    folded moves only the regions that accept it.
+    vLLM gave the request these blocks in a hook call that failed in kvledger. All other refused observations, if they
+    are folded, move only the regions that accept them.
     """
     closed_fold: Mapping[str, tuple[str, ...]]
     """Id of an observation that may be refused → projections that fold the observation even then.

@@ -1,4 +1,4 @@
-"""A turn: what a handler gets when an observation concerns a request in the handler's state.
+"""A turn: the object that a handler gets when an observation concerns a request in the handler's state.
 
 Each decision is recorded and folded at once, so the next line of the handler sees its effect. A turn does not know
 whether it belongs to a ledger or to a replay.

@@ -2,8 +2,8 @@
 
 Whatever is wrong with the bytes, these functions raise `Undecodable`, so that a reader can report damage. They also
 refuse values that are nested deeper than `MAX_DEPTH`: Python may raise RecursionError when it decodes, prints or
-compares such a value. Every decoder of the project is made here. The types of a format are defined by the module that
-encodes the format.
+compares such a value. Code that reads such bytes must use these functions. The types of a format are defined by the
+module that encodes the format.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def converted(value: object, kind: type[_T] | Any, hook: Hook | None = None) -> 
 def msgpack_decoder(kind: Any, hook: Hook | None = None) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a union is no type
     """Return a function that decodes msgpack to values of the type `kind`. The function raises `Undecodable`.
 
-    It is fast for many or large values, because it does not check how deep they are nested. A part of a value that is
-    printed or compared must therefore not have the type `Any`.
+    The function is fast for many or large values, because it does not check their nesting. Parts of a value that the
+    caller prints or compares must therefore have a more exact type than `Any`.
     """
     decode = msgspec.msgpack.Decoder(kind, dec_hook=hook, ext_hook=_no_extension_type).decode
 
@@ -89,17 +89,17 @@ def msgpack_decoder(kind: Any, hook: Hook | None = None) -> Callable[[bytes], An
 
 
 def as_counter(counter_type: type, counts: dict[Any, int]) -> Counter[Any]:
-    """Return a counter that was decoded as a dict. Use it as a `Hook`, because msgspec does not decode counters."""
+    """Return the counter that was decoded as a dict. Pass this function as `hook`: msgspec decodes no counters."""
     (key_type,) = get_args(counter_type)
     return Counter({key_type(key): int(count) for key, count in counts.items()})
 
 
 def _no_extension_type(code: int, _data: memoryview) -> object:
-    raise Undecodable(f"a value of msgpack's extension type {code}, which kvledger never writes")
+    raise Undecodable(f"the data has a value of msgpack's extension type {code}, which kvledger never writes")
 
 
 def is_too_deep(value: object) -> bool:
-    """Whether `value` has more than `MAX_DEPTH` nested containers."""
+    """Whether the containers in `value` are nested more than `MAX_DEPTH` deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [inner for outer in level for inner in _parts(outer) if not isinstance(inner, _PLAIN)]

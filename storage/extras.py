@@ -41,7 +41,7 @@ def require(what: str, *modules: str) -> None:
         return
     remedy = f"pip install 'kvledger[{EXTRAS[missing[0]]}]'"
     if "vllm" in missing:
-        remedy += ", into the environment that vLLM runs in; no extra brings vLLM itself"
+        remedy += ", into the environment that vLLM runs in; kvledger's extras do not install vLLM"
     raise ModuleNotFoundError(f"{what} needs {', '.join(missing)}, not installed here: {remedy}", name=missing[0])
 
 

@@ -1,4 +1,4 @@
-"""Adds a recorded connector's answers to the core, as events and as handlers that make decisions of them.
+"""Adds a recorded connector's answers to the core: as events, and by handlers that turn these events into decisions.
 
 A hook call is recorded as one of the core's observations. The connector's answer follows as an event of this extension.
 A handler then makes the core's decision with the same content. Tools can therefore read the log like a log of
@@ -25,7 +25,7 @@ _UNKNOWN = MissReason.RECORDED.value
 
 
 class Recorder(InWords):
-    """The extension that makes a recorder's core of the standard core."""
+    """The extension that turns the standard core into a recorder's core."""
 
     rows = (
         # The log does not have the reason why a connector keeps blocks.
@@ -100,7 +100,7 @@ class Preempted(StateHandler):
 
 
 class New(Preempted):
-    """Handler of a new request, which vLLM looks up, gives blocks and computes."""
+    """Handler of a new request. vLLM looks it up, gives it blocks and computes its tokens."""
 
     state = RequestState.NEW
 

@@ -75,12 +75,12 @@ class EndReturned(msgspec.Struct, frozen=True, omit_defaults=True):
     keeps_blocks: bool
     duration_ns: DurationNs
     kept_by: tuple[Int64, ...] = ()
-    """The children of a recorded `MultiConnector` that keep the blocks, by their numbers from 0. Empty: none, or the
-    recorded connector is no `MultiConnector`."""
+    """Numbers, from 0, of the children of a recorded `MultiConnector` that keep the blocks. Empty if no child keeps the
+    blocks, or if the recorded connector is no `MultiConnector`."""
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """A hook of the wrapped connector has returned, other than those of `LookupReturned` and `EndReturned`."""
+    """A hook of the wrapped connector has returned. Two hooks have other events: `LookupReturned` and `EndReturned`."""
 
     hook: str
     duration_ns: DurationNs
@@ -97,7 +97,7 @@ class WorkerStarted(msgspec.Struct, frozen=True):
 
 
 class Called(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A hook of the wrapped connector is about to be called. Written on workers, and for hooks without observation."""
+    """A hook of the wrapped connector is about to be called. On the scheduler, written only for `shutdown`."""
 
     hook: str
     step: Int64 = -1
@@ -187,8 +187,8 @@ class Transferred(msgspec.Struct, frozen=True, omit_defaults=True):
     def places(self, table: Sequence[int]) -> Iterator[int | None]:
         """Yield the index in `table` of each of the copy's blocks.
 
-        The first block must be at `first_block`, if that is known, each other block after the block before it. At the
-        first block for which this is not true, yield None and stop.
+        The first block must be at `first_block`, if that is known. Each other block must be after the previous block.
+        At the first block for which this is not true, yield None and stop.
         """
         start, end = self.first_block, self.first_block + 1
         for block_id in self.block_ids:
@@ -201,7 +201,7 @@ class Transferred(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TransferredFor(msgspec.Struct, frozen=True):
-    """A copy for a request that has ended or no longer has the copy's blocks. The id is empty if it is unknown."""
+    """A copy for a request that has ended or no longer has the copy's blocks. `request_id` is empty if unknown."""
 
     request_id: str
     copy: Transferred

@@ -85,7 +85,7 @@ def _ends(prefix: str, ends: payloads.WorkersReported) -> str:
 
 
 def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> str:
-    """Return a text about the blocks that the workers got to save since the request arrived. Empty: none."""
+    """Return a text about the blocks that the workers got to save since the request arrived; empty if they got none."""
     num_blocks: Counter[int] = Counter()
     last = 0
     for sequence, event in events:
@@ -115,9 +115,9 @@ class InWords(RecorderEvents):
         return None if describe is None else describe(payload)
 
     def evidence(self, events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterator[str]:
-        """If the last event is that the connector keeps the request's blocks, yield why.
+        """If the last event shows that the connector keeps the request's blocks, yield a line about the reason.
 
-        The text says which blocks the workers had got to save.
+        The line says how many blocks the workers had got to save.
         """
         _, event = events[-1]
         payload = payload_of(event) if isinstance(event, e.ExtensionObserved) else None

@@ -79,7 +79,7 @@ def _configuration(kv_cache_config: KVCacheConfig, groups: Groups, *, speculates
 
 @forwards_everything
 class KVLedgerRecorder(KVConnectorBase_V1):
-    """Records any connector, for models with one group of layers, or if vLLM's hybrid memory is switched off.
+    """Records any connector. The model must have one group of layers, or vLLM's hybrid memory must be switched off.
 
     Raises:
         ConfigurationError: at start, if the configuration names no connector, or a connector that cannot be wrapped.
@@ -188,7 +188,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     # --- both sides ------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Bind a step's metadata to the recorder, where vLLM looks for it, and to the wrapped connector."""
+        """Bind a step's metadata to the recorder and to the wrapped connector. vLLM asks the recorder for it."""
         super().bind_connector_metadata(connector_metadata)
         if self.digests is not None:
             self.digests.step_begins(connector_metadata)
@@ -198,7 +198,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         self._on_worker("bind_connector_metadata", metadata)
 
     def clear_connector_metadata(self) -> None:
-        """Clear the metadata of both connectors, and end the step."""
+        """Clear the step's metadata in the recorder and in the wrapped connector. This ends the step."""
         super().clear_connector_metadata()
         self.wrapped.clear_connector_metadata()
         if self.worker_recording is not None:
@@ -210,19 +210,19 @@ class KVLedgerRecorder(KVConnectorBase_V1):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Return figures that the wrapped connector's class builds from `data`, in an envelope; None without `data`."""
+        """Return an envelope with figures that the wrapped connector's class builds from `data`. None: no figures."""
         return opened(data)
 
     @classmethod
     @refusals_are_said()
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
-        """Return the wrapped connector's metrics, adapted to figures in an envelope; None: it has no metrics."""
+        """Return the wrapped connector's metrics, adapted to figures in an envelope; None if there are no metrics."""
         config = wrapped_config(vllm_config)
         metrics = wrapped_class(transfer_of(config)).build_prom_metrics(config, *arguments, **named)
         return None if metrics is None else RecordedPromMetrics(metrics)
 
     def shutdown(self) -> None:
-        """Shut down the wrapped connector, then close the log. The log has any exception of the wrapped connector."""
+        """Shut down the wrapped connector, record any exception that its shutdown raises, and close the log."""
         side = self.recording or self.worker_recording
         if self.recording is not None:
             self.recording.shutting_down()
@@ -250,7 +250,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         )
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> Any:
-        """Note where the KV tensors are, for digests, and forward the call."""
+        """Note where the KV tensors are, because digests are computed from them. Forward the call."""
         if self.digests is not None:
             self.digests.register(kv_caches)
         return self._on_worker("register_kv_caches", kv_caches)
@@ -262,7 +262,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return self._on_worker("wait_for_save")
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Forward the call, compute digests of the loads that have arrived, and note the reported ends."""
+        """Forward the call. Compute the digests of pages whose load has succeeded, and note the reported ends."""
         results = self._on_worker("get_transfer_results", finished_req_ids)
         if self.digests is not None:
             self.digests.received(results.finished_recving or (), results.failed_recving or ())
@@ -283,7 +283,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     @property
     def _recorded(self) -> Recording:
         if self.recording is None:
-            message = "this connector was built for a worker; only the scheduler's process has the log"
+            message = "this connector was created for a worker; only the scheduler's process can record this call"
             raise RuntimeError(message)
         return self.recording
 
@@ -329,7 +329,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return returned
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Record the workers' reports, and the reports that vLLM gets, which the wrapped connector may have changed."""
+        """Record the workers' reports, and then the reports as the wrapped connector leaves them for vLLM."""
         digests, ends = taken_out(connector_output)
         self._recorded.workers_report(connector_output, digests, ends)
         _, duration_ns = self._timed("update_connector_output", None, connector_output)
@@ -338,8 +338,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Record the end of a request.
 
-        If the wrapped connector supports several groups of layers, `request_finished_all_groups` is called, as vLLM
-        would do.
+        If the wrapped connector supports several groups of layers, its `request_finished_all_groups` is called. vLLM
+        would do the same.
         """
         if isinstance(self.wrapped, SupportsHMA):
             return self._end(request, "request_finished_all_groups", (block_ids,))

@@ -1,10 +1,10 @@
-"""Records which connector reported which ends of loads and of kept blocks.
+"""Records which connector reported that a load, or the sending of a request's blocks, has ended.
 
 vLLM merges the reports of all workers, and a `MultiConnector` merges the reports of its children. Each worker therefore
 notes the ends that the wrapped connector, or each child of a wrapped `MultiConnector`, reports. The noted ends reach
-the scheduler's side in the envelope around the worker metadata (`page_digests.py`). The ends of the wrapped connector
-itself are recorded only if another connector contains the recorder. A worker does not know this, so the scheduler's
-side decides it (`place.py`).
+the scheduler's side in the envelope around the worker metadata (`page_digests.py`). The ends that the wrapped
+connector itself reports are recorded only if another connector contains the recorder. Only the scheduler's side can
+find out whether this is so (`place.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def name_of(connector: object) -> str:
 
 @attrs.define(eq=False)
 class Keepers:
-    """Notes which children of a `MultiConnector` keep the blocks of an ended request. For the scheduler's side."""
+    """Notes which children of a `MultiConnector` keep the blocks of an ended request. Used on the scheduler's side."""
 
     _connector: Any
     _found: list[int] = attrs.field(factory=list, init=False)
@@ -73,8 +73,12 @@ class WorkerEnds:
             self._watch(place, child)
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Log a warning that an end was not noted. The guard calls this method if another one raises."""
-        messages.warning("kvledger could not record which connector reported an end", hook=hook, error=described(error))
+        """Log a warning that an end was not noted. The decorator `guarded` calls this if another method raises."""
+        messages.warning(
+            "kvledger could not record which connector reported the end of a load or of a sending",
+            hook=hook,
+            error=described(error),
+        )
 
     def reported(self, results: Any) -> None:
         """Note the ends in the wrapped connector's answer to `get_transfer_results`."""

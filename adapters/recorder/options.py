@@ -2,7 +2,7 @@
 
 An allow list names these options, because no rule recognises every secret. The values of other options are replaced by
 their type and length. In the comments with sources, C is `distributed/kv_transfer/kv_connector/v1/` and O is
-`v1/kv_offload/`, in `vllm/` of vLLM 0.32 if the comment names no other source.
+`v1/kv_offload/`. Paths are in `vllm/` of vLLM 0.32, except where the comment names another source.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def is_recorded(value: object) -> bool:
 
 
 def without_unrecorded(text: str, options: Mapping[Any, Any]) -> str:
-    """Return the message `text` without the texts and numbers of `options` that a log may not contain.
+    """Return the message `text`, with "…" in place of each text or number of `options` that a log may not contain.
 
     The message is a connector's exception, for example. Values of fewer than four characters are not removed, because
     they also occur in words.
@@ -281,7 +281,7 @@ def _mapping(options: Mapping[Any, Any], depth: int) -> dict[str, Any]:
 
 
 def _shown_name(name: object, number: int) -> str:
-    """Return an option's name. If it may be something else than a name, return its number and length in words."""
+    """Return the option's name, or, if it does not look like a name, the option's number and the name's length."""
     if isinstance(name, str) and len(name) <= _MAX_NAME and _NAME.fullmatch(name):
         return name
     return f"(option {number}, with a name of {len(str(name))} characters{_ENDING}"

@@ -2,9 +2,9 @@
 
 The scheduler's side names the pages that a step saves and loads, in an envelope around the connector's metadata. After
 the step has computed and before `wait_for_save`, workers compute digests of the saved pages and of the pages that are
-loaded within the step. Digests of other loads are computed when the loads are reported. The digests return in an
-envelope around the worker metadata. The connector sees neither envelope. Pages are only read, never written. After a
-failure, no more digests are computed.
+loaded within the step. Digests of other loads are computed when the loads are reported. The workers send the
+digests in an envelope around the worker metadata. The connector sees neither envelope. Pages are only read, never
+written. After a failure, no more digests are computed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CopiedPages:
     """Full blocks of a copy that are consecutive in a request's block table."""
 
     life: tuple[str, int, int]
-    """Request id in the log, ordinal and generation."""
+    """Three values: the request id in the log, the ordinal, and the generation."""
     vllm_id: str
     """The request's id in the workers' reports."""
     job: str
@@ -106,7 +106,7 @@ class RecordedPages:
         self._found: list[tuple[CopiedPages, torch.Tensor]] = []
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Compute no more digests, because a method failed. The guard calls this method."""
+        """Compute no more digests, because another method raised. The decorator `guarded` calls this."""
         self._digests = None
         self._found, self._of_step, self._loading = [], [], []
         messages.warning(
@@ -126,17 +126,17 @@ class RecordedPages:
             (self._loading if copied.is_load and copied.ends_with != payloads.STEP else self._of_step).append(copied)
 
     def step_has_computed(self) -> None:
-        """Compute the digests of the step's pages, which are full now. The step's saves have not ended yet."""
+        """Compute the digests of the pages that the step copies. They are full now; the saves have not ended yet."""
         copies, self._of_step = self._of_step, []
         self._digest(copies)
 
     def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
-        """Compute the digests of the loads of `request_ids`, which have arrived. Forget the loads of `failed`."""
+        """Compute the digests of the pages that were loaded for `request_ids`. Forget loads of requests in `failed`."""
         came = set(request_ids)
         self._ended(lambda copied: copied.vllm_id in came, failed)
 
     def reported(self, worker_metadata: object) -> None:
-        """Compute the digests of the loads whose jobs `worker_metadata` reports as done."""
+        """Compute the digests of the pages of loads whose jobs `worker_metadata` reports as done."""
         jobs = {job for job, _ in decoders.completed(worker_metadata)} if self._loading else ()
         self._ended(lambda copied: copied.job in jobs, ())
 
@@ -173,12 +173,12 @@ def enveloped(
     found: tuple[FoundDigests, ...],
     ends: tuple[payloads.ReportedBy, ...],
 ) -> RecordedReports | None:
-    """Return an envelope with worker metadata, digests and ends; None: there are none of these."""
+    """Return an envelope with worker metadata, digests and ends; None if all three are missing."""
     return RecordedReports(worker_metadata, found, ends) if worker_metadata is not None or found or ends else None
 
 
 def taken_out(output: Any) -> _Opened:
-    """Replace the envelope in `output` by the wrapped connector's worker metadata; return its digests and ends."""
+    """Replace the envelope in `output` by the worker metadata inside it. Return the envelope's digests and ends."""
     reports = getattr(output, "kv_connector_worker_meta", None)
     if not isinstance(reports, RecordedReports):
         return (), ()

@@ -38,7 +38,7 @@ class Place:
             self._last_step = scheduler_output, metadata
 
     def find_out(self) -> bool:
-        """Find out whether the recorder is a child. Return True in the one call that finds out that it is."""
+        """Find out whether the recorder is a child. Only the call that finds out that it is a child returns True."""
         if self._last_step is None:
             return False
         scheduler_output, metadata = self._last_step

@@ -71,7 +71,7 @@ def _records(
     def record(self: Recording, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
         if not self.log.is_ended:
             if self.place.find_out():
-                note = f"{payloads.CHILD}, so the reports include those of other connectors"
+                note = f"{payloads.CHILD}, so the log includes reports of other connectors"
                 self.log.observe(e.LogNote(note, self.log.now()))
             hook(self, *args, **kwargs)
             self.log.commit()
@@ -80,7 +80,7 @@ def _records(
 
 
 def _within(answered: Any, most: int) -> int:
-    """Return the number between `-most` and `most` that is nearest to `answered`, because a log holds no other."""
+    """Return `answered`, limited to the range from `-most` to `most`. A log cannot store larger numbers."""
     return max(-most, min(most, int(answered)))
 
 
@@ -128,7 +128,7 @@ class Recording:
         self.log.is_ended = True
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Stop recording, because the recorder itself failed. The guard calls this method."""
+        """Stop recording, because the recorder itself failed. The decorator `guarded` calls this method."""
         self.log.end(hook, error)
         self._requests.clear()
 
@@ -248,7 +248,7 @@ class Recording:
             self.log.note(payloads.EndReturned(bool(answer[0]), duration_ns, kept_by), request.request_id)
 
     def _arrived(self, request: Request) -> Request:
-        """Return the request with its id in the log. If the request arrived unrecorded, record the arrival now."""
+        """Return the request under its id in the log. If its arrival has not been recorded, record the arrival now."""
         if self._tracker.get(self._ids.logged(request.request_id)) is None:
             self.on_new_request(request)
         return self._ids.of(request)
@@ -298,7 +298,7 @@ class Recording:
 
     @_records
     def reported_to_vllm(self, output: KVConnectorOutput, duration_ns: int) -> None:
-        """Record the reports that vLLM gets, which the wrapped connector may have changed."""
+        """Record the reports that vLLM gets. The wrapped connector may have changed the workers' reports."""
         self.log.note(payloads.Returned("update_connector_output", duration_ns))
         reported = self._ends(payloads.ReportedToVLLM, output)
         if reported != payloads.ReportedToVLLM():

@@ -30,7 +30,8 @@ def accepted_recorder(
 
     Args:
         outer: the recorder's own part of vLLM's configuration.
-        for_hybrid_memory: whether the recorder is the one for connectors that support vLLM's hybrid memory.
+        for_hybrid_memory: whether the recorder is `KVLedgerRecorderHMA`, so that the wrapped connector must support
+            vLLM's hybrid memory.
 
     Raises:
         ConfigurationError: the configuration names no connector that vLLM can create, or a connector that this

@@ -32,9 +32,9 @@ class RecordedStats(KVConnectorStats):
         self.figures.reset()  # type: ignore[no-untyped-call]
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the figures in `other`, if they are of the same connector class.
+        """Add the figures in `other`, if their envelope names the same connector class.
 
-        `MultiConnector` adds up the figures of all recorders, whose envelopes are all of this class.
+        `MultiConnector` passes the envelopes of all its recorders to this method, because they have the same class.
         """
         if isinstance(other, RecordedStats) and other.wrapped == self.wrapped:
             self.figures = self.figures.aggregate(other.figures)
@@ -50,7 +50,7 @@ class RecordedStats(KVConnectorStats):
 
 
 def enveloped(connector: object, figures: KVConnectorStats | None) -> RecordedStats | None:
-    """Put the figures of `connector` into an envelope; None: there are no figures."""
+    """Put the figures of `connector` into an envelope; None if there are no figures."""
     if figures is None:
         return None
     connector_class = type(connector)
@@ -58,7 +58,7 @@ def enveloped(connector: object, figures: KVConnectorStats | None) -> RecordedSt
 
 
 def opened(data: dict[str, Any] | None) -> KVConnectorStats | None:
-    """Rebuild an envelope from the result of `to_dict`, with the class that is named in it."""
+    """Rebuild an envelope from the result of `to_dict`, which names the connector class that rebuilds the figures."""
     if not data:
         return None
     module_name, _, class_name = data[WRAPPED].partition(":")

@@ -1,6 +1,6 @@
 """Records the beginnings and ends of copies, as decoders read them from the metadata of connector and workers.
 
-If the metadata does not name a copy's request, the copy counts as one of the request that got the blocks last. This
+If the metadata does not name a copy's request, the copy is recorded for the request that got the blocks last. This
 module must not know any connector's metadata.
 """
 
@@ -94,7 +94,7 @@ class Transfers:
         return (*self._filled_since(), *asked)
 
     def _filled_since(self) -> Iterator[CopiedPages]:
-        """Yield the blocks that were saved before they were full and are full after this step, to be digested now."""
+        """Yield the blocks that were saved before they were full and that this step fills. Workers digest them now."""
         num_groups = len(self._log.configuration.windows)
         for block_id, (page, copy) in list(self._part_filled.items()):
             record, (block, group) = self._tracker.of(page.life[1]), divmod(page.place, num_groups)
@@ -154,7 +154,7 @@ class Transfers:
             self._log.observe(e.PagesDigested(*pages.life, found.rank, is_load, *where, found.digests, (), now))
 
     def reported(self, worker_metadata: object) -> None:
-        """Record the jobs that all workers have done, after this report of some workers."""
+        """Add a report of some workers. Record the jobs that all workers have now done."""
         for job, count in self._read(worker_metadata, lambda: list(decoders.completed(worker_metadata))) or ():
             self._reports[job] += count
         ended = tuple(job for job, count in self._reports.items() if count >= self._num_workers)
@@ -188,7 +188,7 @@ class Transfers:
             self._log.note(copy, request_id)
 
     def _has(self, request_id: str, copy: payloads.Transferred) -> bool:
-        """Whether the request holds the copy's blocks or has just lost them."""
+        """Whether the request holds the copy's blocks, or has lost them since the last step."""
         record = self._tracker.get(request_id)
         held = set() if record is None else {*(record.block_ids or ()), *(record.lost_block_ids or ())}
         return set(copy.block_ids) <= held

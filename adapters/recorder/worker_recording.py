@@ -65,7 +65,7 @@ class WorkerRecording:
         log.commit()
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Stop recording, because the recorder itself failed. The guard calls this method."""
+        """Stop recording, because the recorder itself failed. The decorator `guarded` calls this method."""
         self.log.end(hook, error)
 
     def call(
@@ -166,7 +166,7 @@ def _is_work(field: object) -> bool:
 
 
 def _reported(hook: str, answer: Any) -> payloads.Reported | None:
-    """Return the event for what a hook's answer reports to the scheduler; None: the answer reports nothing."""
+    """Return the event with the reports in a hook's answer; None if the answer reports nothing."""
     if not answer:
         return None
     if hook == "get_finished":

@@ -23,7 +23,7 @@ _EXAMPLE = '"connector": {"kv_connector": "OffloadingConnector", "kv_role": "kv_
 def wrapped_transfer(extra_config: Mapping[str, Any], outer: KVTransferConfig | None = None) -> KVTransferConfig:
     """Return the wrapped connector's configuration, from the recorder's `extra_config`.
 
-    If it does not set engine id, role, failure policy or buffer device, these are inherited from `outer`.
+    Engine id, role, failure policy and buffer device are inherited from `outer`, unless `extra_config` sets them.
 
     Raises:
         ConfigurationError: `extra_config` has no configuration of a connector, or vLLM refuses the configuration.
@@ -61,7 +61,7 @@ def refuse_without_hybrid_memory(transfer: KVTransferConfig) -> None:
     """Check that `KVLedgerRecorderHMA` can wrap a connector.
 
     Raises:
-        ConfigurationError: it cannot. The message names the connector and the recorder that can wrap it.
+        ConfigurationError: it cannot wrap the connector. The message names the recorder that can.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -90,7 +90,7 @@ def wrapped_config(vllm_config: VllmConfig) -> VllmConfig:
 def unwrapped(argument: object) -> tuple[type[Any], object] | None:
     """Return the wrapped connector's class and the configuration to pass to it in place of `argument`.
 
-    None: the argument is no configuration. vLLM calls class methods with one of three kinds of configuration.
+    None: `argument` is none of the three kinds of configuration that vLLM passes to class methods.
     """
     from vllm.config import KVTransferConfig, VllmConfig
 

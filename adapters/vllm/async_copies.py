@@ -27,8 +27,8 @@ MAX_REMEMBERED = 4096
 class AsyncCopies:
     """The pending copies of one rank, and the latest reports of ended copies.
 
-    If later work depends on a copy, the device runs the copy first. With `waits`, the CPU waits for such a copy
-    instead. `clock` gives the moments at which copies begin and end.
+    If later work depends on a copy, the device runs the copy first. If `waits` is true, the CPU waits until the copy
+    has ended, before it starts that work. `clock` gives the moments at which copies begin and end.
     """
 
     def __init__(self, rank: int, clock: StepClock | None = None, *, waits: bool = False) -> None:
@@ -124,7 +124,7 @@ class AsyncCopies:
         return [self._end(job_ids) for job_ids in tuple(self._pending)]
 
     def report_again(self, job_ids: Iterable[int]) -> list[JobReport]:
-        """Report these jobs again. First waits for their pending copies, so that no running copy is given up."""
+        """Report these jobs again. First waits for their pending copies, because a running copy has no report yet."""
         ended = self.wait_for(job_ids := tuple(job_ids))
         just_ended = {job_id for report in ended for job_id in report.job_ids}
         return [*ended, *(self._repeated(job_id) for job_id in job_ids if job_id not in just_ended)]
@@ -171,7 +171,7 @@ class AsyncCopies:
 
 
 def _is_over(copy: PendingCopy) -> bool:
-    """Whether the copy has ended. True if the query raises, because waiting for the copy then shows the error."""
+    """Whether the copy has ended. True if `done` raises: the caller then waits for the copy and reports its error."""
     try:
         return copy.done()
     except BaseException as error:  # noqa: BLE001 -- as in `_end`

@@ -48,7 +48,7 @@ class ChunkBlocks:
     block_size: int
     hash_block_size: int
     group: int
-    """Number of the group without a window. If several groups have none, the first of these, which routers follow."""
+    """Number of the first group that has no window. Routers follow this group."""
     kind: str
 
     def stored(self, request: Request, chunk: int, key: bytes) -> BlockStored | None:
@@ -95,7 +95,10 @@ class ChunkBlocks:
 def chunk_blocks(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, configuration: LedgerConfiguration
 ) -> ChunkBlocks | None:
-    """Return what describes chunks in events; None if vLLM publishes none, or a chunk is smaller than a block."""
+    """Return the description of chunks for KV events.
+
+    None if vLLM publishes no KV events, or if a chunk is smaller than a block.
+    """
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return None
@@ -118,7 +121,7 @@ def chunk_blocks(
 
 
 class CacheEvents:
-    """Follows decisions, and collects KV events about the chunks that they store or remove."""
+    """Follows decisions, and collects KV events about chunks that are stored or removed."""
 
     def __init__(self, blocks: ChunkBlocks, projections: Projections, requests: Mapping[str, Request]) -> None:
         self._blocks = blocks
@@ -138,7 +141,7 @@ class CacheEvents:
         self._is_stopped = False
 
     def follow(self, event: e.Event, decisions: Sequence[e.Event]) -> None:
-        """Collect what an observation and its decisions change. Call this after both are folded. Never raises."""
+        """Collect the blocks that an event and its decisions store or remove. Call this after folding. Never raises."""
         if self._is_stopped:
             return
         try:
@@ -158,7 +161,8 @@ class CacheEvents:
     def take(self, *, is_written: bool) -> list[KVCacheEvent]:
         """Return the KV events of all changes since the last call, removals first.
 
-        Stored blocks are kept for a later call until the log contains their saves (`is_written`). Removals are not.
+        Stored blocks are returned only if the log contains their saves (`is_written`), otherwise in a later call.
+        Removals are returned at once.
         """
         events: list[KVCacheEvent] = []
         if self._removed:
@@ -206,7 +210,7 @@ class CacheEvents:
         return found
 
     def _count(self, block_hashes: Sequence[ExternalBlockHash]) -> int:
-        """Count these blocks of one more chunk; return how many of them are already published with other chunks."""
+        """Count these blocks for one more published chunk; return how many of them other published chunks have."""
         num_known = 0
         for block_hash in block_hashes:
             num_chunks = self._num_chunks.get(block_hash, 0)

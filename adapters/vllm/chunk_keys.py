@@ -25,7 +25,7 @@ KEY_BYTES = 16
 
 
 class ChunkKeySource:
-    """Computes the keys of a live request. It keeps nothing, so the caller passes the key of the chunk before."""
+    """Computes the keys of a live request. Keeps no keys, so the caller passes the key of the previous chunk."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class ChunkKeySource:
             chunk_size: tokens of a chunk.
             hash_block_size: tokens of one of vLLM's block hashes.
             hash_tokens: hashes a chunk if its size is not a multiple of `hash_block_size`; see `versions.token_hasher`.
-            vllm_shares_blocks: whether vLLM's prefix cache is on. Its hash leaves out which positions take prompt
-                embeddings, so a request with embeddings may hold another request's KV. kvledger must not save this KV,
-                so the request gets no keys.
+            vllm_shares_blocks: whether vLLM's prefix cache is on. If it is, requests with prompt embeddings get no
+                keys. vLLM's hash leaves out which positions take embeddings. Such a request may therefore hold another
+                request's KV, which kvledger must not save.
         """
         self._chunk_size = chunk_size
         self.hash_block_size = hash_block_size

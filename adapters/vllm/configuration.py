@@ -86,7 +86,7 @@ class ConnectorSettings(LogSettings):
 
     save_mode: TransferMode = TransferMode.AUTO
     """sync: kvledger saves settled chunks at the end of a step. async: it saves them while other steps run. auto: async
-    on CUDA, otherwise sync; also sync if vLLM zeroes new blocks, as in a KV cache of mixed precision."""
+    on CUDA, unless vLLM zeroes new blocks, as in a KV cache of mixed precision; otherwise sync."""
 
     kv_cache_layout: Literal["BLNHC", "BLHNC"] | None = None
     """KV cache layout that kvledger asks vLLM for. In BLNHC and BLHNC, a block is one run of memory for all layers,
@@ -104,9 +104,10 @@ class ConnectorSettings(LogSettings):
     """Settings of extensions: name of the extension → key → value."""
 
     max_deferred_lookups: pydantic.NonNegativeInt = 8
-    """Lookups in a row that kvledger defers for a request, one in each step. It defers the lookup of a preempted
-    request while the request's chunks are being saved. It also defers a lookup while another request loads the same
-    chunks; all deferrals for one such load count as one. 0: kvledger defers no lookup."""
+    """Largest number of lookups in a row that kvledger defers for a request. vLLM makes one lookup in each step.
+    kvledger defers the lookup of a preempted request while the request's chunks are being saved. It also defers a
+    lookup while another request loads the same chunks; all deferrals for one such load count as one. 0: kvledger defers
+    no lookup."""
 
     max_failed_loads: pydantic.PositiveInt = 3
     """Failed loads after which a request gets no further load."""
@@ -269,7 +270,7 @@ class ConnectorSettings(LogSettings):
             self.filled_in().refuse_beyond_memory(memory, num_pools=num_ranks, num_local_pools=num_ranks)
 
     def idle_configuration(self) -> LedgerConfiguration:
-        """Return the configuration for a declined model. Its sizes do not matter, because nothing is saved."""
+        """Return the configuration for a model that kvledger declines. Nothing is saved, so the sizes do not matter."""
         return LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
 
     def _async_load_tokens(self, block_size: int, block_bytes: int, *, needs_async_loads: bool) -> int | None:

@@ -291,7 +291,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         """Compare the workers' host pools with what the scheduler side expects. `metadata`: rank → its `WorkerStart`.
 
         Raises:
-            ConfigurationError: a worker lacks something that is expected. vLLM's start fails with this error.
+            ConfigurationError: a host pool differs from the expected one. vLLM's start fails with this error.
         """
         starts = [start for start in metadata.values() if isinstance(start, WorkerStart)]
         self._edge.is_alone = bool(starts)

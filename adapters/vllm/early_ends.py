@@ -1,9 +1,9 @@
 """Removes ends that another child of a `MultiConnector` reports too early.
 
 An end tells vLLM that a request's load or save is over (`finished_recving`, `finished_sending`). After an early end,
-vLLM would compute on blocks that a load is still filling, or free blocks that a copy is still using. If vLLM waits for
-no end of the request, or has forgotten the request, it would fail an assertion. kvledger removes an early end before
-vLLM acts on it, and records the removal.
+vLLM would compute on blocks that a load is still filling, or free blocks that a copy is still using. If vLLM
+does not wait for an end of the request, or has forgotten the request, an assertion in vLLM fails. kvledger removes
+an early end before vLLM acts on it, and records the removal.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class EarlyEnds:
             for request_id in sorted(lives):
                 logged = self._ids.logged(request_id)
                 self._journal.messages.error(
-                    "another connector reported an end too early, the end of a load or save of this request; kvledger "
-                    "removed this report before vLLM acted on it",
+                    "another connector reported an end too early (the end of a load or save of this request); kvledger "
+                    "removed the report before vLLM acted on it",
                     request_id=logged,
                     field=field,
                 )

@@ -1,8 +1,8 @@
 """Compares the events that the ledger records with the values that the hooks and vLLM exchange.
 
 The connector calls `Edge` before a hook returns, and for some hooks also when vLLM calls the hook. `Edge` gets every
-recorded event as well. A bug in the code between a decision and vLLM, or between vLLM and an observation, is therefore
-a difference here. Counts and differences go into the log as `hooks.exchanged`, which the audit checks
+recorded event as well. It therefore sees a bug in the code between a decision and vLLM, or between vLLM and an
+observation, as a difference. Counts and differences go into the log as `hooks.exchanged`, which the audit checks
 (TOLD_AS_DECIDED). This module must not decide anything, and must not use code that answers the hooks.
 """
 
@@ -51,7 +51,7 @@ _Parameters = ParamSpec("_Parameters")
 def _safely(
     method: Callable[Concatenate[Edge, _Parameters], None],
 ) -> Callable[Concatenate[Edge, _Parameters], None]:
-    """Run the method if neither the edge nor the journal is off. If the method raises, stop comparing."""
+    """Wrap a method: skip it if the edge is off or the journal is disabled, and stop comparing if it raises."""
 
     @functools.wraps(method)
     def call(self: Edge, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
@@ -361,7 +361,7 @@ class Edge:
                 num_unknown -= number
                 self._count("num_handed_out", number)
             else:
-                self._differ(kind, self._number(which), f"handed out in {place}, but the log does not have it there")
+                self._differ(kind, self._number(which), f"handed out in {place}, but not recorded there")
         for kind, which, place in owed - given:
             self._differ(kind, self._number(which), f"recorded as handed out in {place}, but was not")
 
@@ -392,7 +392,7 @@ class Edge:
         return next((ordinal for ordinal, (given, _) in self._ids.items() if given == which), e.NO_LIFE)
 
     def _list_of_job(self, name: str, job: Any) -> str:
-        """Return `name`, the job's list, with a remark if the job's blocks or slots differ from the decided ones."""
+        """Return `name`, the name of the job's list. Add a remark if the decision has other pages than the job."""
         decided = self._jobs.get(job.job_id)
         if decided is None or (decided.block_ids == job.block_ids and decided.slots == job.slots):
             return name

@@ -103,8 +103,8 @@ def open_event_log(
     the header.
 
     Raises:
-        ConfigurationError: `log_dir` cannot be written, which a person can still correct at start. Not raised if the
-            disk is full. The log then begins when there is room.
+        ConfigurationError: `log_dir` cannot be written. A full disk does not raise this error: the log then begins
+            when there is room.
     """
     header = {
         **log_header(core, configuration),
@@ -205,7 +205,7 @@ def _make_room(log_dir: Path, settings: LogSettings) -> list[Retirement]:
 def _limit_on_full_disk(log_dir: Path, settings: LogSettings) -> int | None:
     """Return the size limit of all logs: `max_log_bytes`, or less if the logs would otherwise fill the disk again.
 
-    The limit leaves room for the segments by which logs may exceed it for a time.
+    For a short time, logs may exceed the limit by some segments. The limit leaves room on the disk for these.
     """
     with contextlib.suppress(OSError):
         fitting = num_log_bytes(log_dir) + free_bytes(log_dir) - (MAX_EXCESS_SEGMENTS + 1) * settings.segment_bytes
@@ -266,8 +266,8 @@ class _Trouble:
             )
         elif cause is _Cause.NOT_PERMITTED:
             messages.error(
-                "the log cannot be written because this process may not write there: give it the right to write to "
-                "log_dir; until then requests are served without hits and new copies, and events wait in memory",
+                "the log cannot be written because this process lacks the right to write to log_dir: give it this "
+                "right; until then requests are served without hits and new copies, and events wait in memory",
                 **values,
             )
         else:
@@ -280,7 +280,7 @@ class _Trouble:
     def report_end(self, num_events: int, num_events_lost: int) -> None:
         self._report_at = 0.0
         messages.warning(
-            "the log is written again; `kvledger verify` names lost events, if there are any",
+            "the log can be written again; `kvledger verify` names lost events, if there are any",
             log=str(self.directory),
             num_events_written=num_events,
             num_events_lost=num_events_lost,
@@ -323,7 +323,7 @@ def _maintenance(core: Core, settings: LogSettings, max_log_bytes: int | None) -
 class _RetentionTrouble:
     """Writes a message if closed segments cannot be compressed or deleted.
 
-    About a file that kvledger refuses to open, it writes only one message.
+    It does not repeat a message about a file that kvledger refuses to open.
     """
 
     _reported: set[str] = attrs.field(factory=set, init=False)
@@ -339,6 +339,6 @@ class _RetentionTrouble:
         elif str(error) not in self._reported:
             self._reported.add(str(error))
             messages.warning(
-                "log_dir holds something that kvledger does not open, so retention skips it: remove it",
+                "log_dir holds something that kvledger does not open and does not delete: remove it",
                 error=str(error),
             )

@@ -1,6 +1,6 @@
 """The ledger as the hooks use it: with a clock, checks of answers and jobs, and fallbacks for hooks that raise.
 
-kvledger must not raise into vLLM. `guarded` takes a table that says what each hook does if it raises.
+kvledger must not raise into vLLM. `guarded` takes a table that says what happens if a hook raises.
 
 A job goes to the workers only if its frame is written and the job keeps vLLM's contract. kvledger reports every other
 job as failed.
@@ -30,8 +30,8 @@ These are the requirements of vLLM 0.32. S is `v1/core/sched/scheduler.py`. B an
   - Each accepted token is loaded exactly once, into the given blocks, or is reported as failed
 `build_connector_meta` (B, start_load_kv and request_finished)
   - There is a load only if vLLM accepted one. It is asynchronous if, and only if, vLLM waits for its end
-  - A save reads blocks that the request holds. It reads blocks that the request has lost only before the forward, or
-    if vLLM keeps them for the save
+  - A save reads blocks that the request holds. A save of blocks that the request has lost must read them before the
+    forward, unless vLLM keeps them for the save
   - A job has as many slots as blocks, and all slots are in the pool
 `request_finished` (B; S, `_connector_finished`)
   - The answer is True if a copy still reads the blocks, and one `finished_sending` follows. Otherwise the answer is
@@ -295,8 +295,8 @@ class Journal:
     def commit(self) -> bool:
         """Write what was recorded since the last commit as one frame, before vLLM acts on it.
 
-        Returns whether all events are in the log. If not, jobs that only this frame records are withheld. Loads without
-        which vLLM would deliver a wrong token are not withheld, because the answers that promised them are in the log.
+        Returns whether all events are in the log. If not, jobs that only this frame records are withheld. Exception: a
+        load is not withheld if vLLM would deliver a wrong token without it. The answer that promised it is in the log.
         """
         first_sequence = self.ledger.next_sequence - self.ledger.num_uncommitted
         try:
@@ -389,13 +389,15 @@ def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, project
     """Return how this answer to the lookup `asked` breaks vLLM's contract; empty if it does not."""
     computed, promised = asked.num_computed_tokens, answer.num_external_tokens
     if (answer.num_computed_tokens, answer.num_tokens) != (computed, asked.num_tokens):
-        return f"{computed} of {asked.num_tokens} tokens are computed, the answer is for {answer.num_computed_tokens}"
+        return (
+            f"{computed} of {asked.num_tokens} tokens are computed, but the answer assumes {answer.num_computed_tokens}"
+        )
     if promised == 0:
         return "the answer is asynchronous, but has nothing to load" if answer.is_async else ""
     if promised < 0 or computed + promised > asked.num_tokens - 1:
         return (
-            f"{promised} tokens were promised, but {computed} of {asked.num_tokens} are computed, and one must be left "
-            "to compute"
+            f"{promised} tokens were promised and {computed} are computed, but at least one of the "
+            f"{asked.num_tokens} tokens must be left to compute"
         )
     record = projections.tracker.get(asked.request_id)
     num_saved = 0 if record is None else _num_saved_tokens(record, projections)
@@ -424,7 +426,7 @@ def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
 def breach_of_load(job: e.LoadIssued, observed: e.Event, projections: Projections) -> str:
     """Return how a load that was decided after the event `observed` breaks vLLM's contract; empty if it does not."""
     if not isinstance(observed, e.BlocksAllocated) or not observed.num_external_tokens:
-        return "a load was issued, but vLLM has accepted none"
+        return "a load was issued, but vLLM has accepted no load"
     record = projections.tracker.get(job.request_id)
     answer = None if record is None else record.claimed
     if answer is None or observed.request_id != job.request_id:
@@ -490,7 +492,7 @@ def _breach_of_pages(
 
 
 class ReportsFailures(Protocol):
-    """An object whose hooks are guarded."""
+    """An object whose hooks must not raise into vLLM; see `guarded`."""
 
     def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
         """Record that a hook raised."""
@@ -498,7 +500,7 @@ class ReportsFailures(Protocol):
 
 @attrs.frozen
 class Fallback:
-    """What a hook returns if it raises, and which methods then run in its place."""
+    """What replaces a hook that raises: an answer, and methods that are called."""
 
     answer: Any = None
     steps: tuple[str, ...] = ()
@@ -511,7 +513,7 @@ class Fallback:
 
 
 def guarded(hooks: Mapping[str, Fallback]) -> Callable[[type[_Owner]], type[_Owner]]:
-    """Make the hooks of a class never raise. `hooks`: method name → what happens instead."""
+    """Make the hooks of a class never raise. `hooks`: method name → what happens if the method raises."""
 
     def decorate(owner: type[_Owner]) -> type[_Owner]:
         for name, fallback in hooks.items():
@@ -548,7 +550,7 @@ def _fall_back(owner: ReportsFailures, hook: str, fallback: Fallback, arguments:
 
 
 def _request_id(arguments: Sequence[object]) -> str:
-    """Return the id in the log of the request in a hook's arguments; empty if the arguments have no request."""
+    """Return the log's id for the request that a hook was called with; empty if it got no request."""
     try:
         return logged_request_id(str(getattr(arguments[0], "request_id", ""))) if arguments else ""
     except BaseException as error:  # noqa: BLE001 -- read from a live object of vLLM, as what just failed

@@ -52,10 +52,11 @@ def note_guessable_keys(vllm_config: VllmConfig, log_directory: Path | None) -> 
 
 
 def why_guessable(algorithm: str) -> str:
-    """Return why a reader of a log can test guesses of prompts, with the remedy; empty if no such way is known.
+    """Return why a reader of a log can test guesses of prompts, with the remedy; empty if no reason is known.
 
     vLLM 0.32 and 0.33 derive the hash before the first block from `PYTHONHASHSEED`. If it is not set, they use a
-    constant, or for xxhash 32 random bytes of each process (`v1/core/kv_cache_utils.py`, resolve_none_hash_seed).
+    constant. For xxhash, they use 32 random bytes, new in each process (`v1/core/kv_cache_utils.py`,
+    resolve_none_hash_seed).
     """
     if algorithm not in COLLISION_RESISTANT:
         return f"{algorithm} is not a cryptographic hash, so keys do not hide prompts; use sha256"

@@ -99,7 +99,7 @@ class LogIds:
             self._ended[request.request_id] = None
 
     def forget(self, is_known: Callable[[str], bool]) -> None:
-        """Forget the ids of ended requests, except of those for whose copies vLLM waits (`is_known`)."""
+        """Forget the ids of each ended request, unless vLLM waits for a copy of the request (`is_known`)."""
         for logged in [each for each in self._ended if not is_known(each)] if self._ended else ():
             del self._ended[logged], self.renamed[self._given.pop(logged)]
 

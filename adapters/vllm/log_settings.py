@@ -1,4 +1,4 @@
-"""The keys of `kv_connector_extra_config` about the log, and how a mapping with wrong keys is refused.
+"""The keys of `kv_connector_extra_config` about the log, and the errors for wrong keys and values.
 
 The connector and the recorder both use this module.
 """
@@ -69,8 +69,8 @@ class LogSettings(pydantic.BaseModel):
 
     max_log_wait_ms: pydantic.PositiveInt | None = 1000
     """Milliseconds that a step waits at most until the log has begun a new file. After that, events wait in memory,
-    and later steps do not wait. Until all events are written, kvledger offers no hits, and it fails copies
-    that only waiting events record. null: a step writes everything itself, however long that takes."""
+    and later steps do not wait. Until all events are written, kvledger offers no hits, and treats a copy
+    as failed if its event still waits. null: a step writes everything itself, however long that takes."""
 
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
     """Size at which the log begins a new segment. At least 16 KiB, because each segment begins with a header of about
@@ -78,11 +78,12 @@ class LogSettings(pydantic.BaseModel):
 
     max_log_bytes: pydantic.ByteSize | None = pydantic.Field(pydantic.ByteSize(16 * 1024**3), validate_default=True)
     """Size limit of all logs in `log_dir` together, at least 3 times `segment_bytes`. To keep the limit, kvledger
-    deletes the oldest segments and records that. The logs may exceed the limit by one segment while another is deleted,
-    and by up to 4 segments while a snapshot is made without which the rest could not be verified. null: no limit."""
+    deletes the oldest segments and records that. The logs may exceed the limit by one segment while another is deleted.
+    Before a deletion, kvledger may have to make a snapshot, so that the remaining segments can be verified. The logs
+    may then exceed the limit by up to 4 segments. null: no limit."""
 
     max_log_age_hours: pydantic.PositiveFloat | None = None
-    """Hours since its last write after which kvledger deletes a segment in `log_dir`. null: no limit."""
+    """kvledger deletes a segment from `log_dir` this many hours after the last write to the segment. null: no limit."""
 
     memory_log_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
     """If `log_dir` is null: bytes of events that are kept in memory. The newest events are kept."""

@@ -295,7 +295,7 @@ def _bytes_of(job_ids: tuple[int, ...], num_bytes: int, projections: Projections
 
 
 def reported_steps(arrived: Iterable[StepReport]) -> Iterator[e.StepReported]:
-    """Yield observations of steps with jobs, of which ranks have sent the output.
+    """Yield observations that ranks have sent the output of a step. Leaves out steps without jobs.
 
     Each observation names the ranks, and the copies that were still in flight on all of these ranks.
     """

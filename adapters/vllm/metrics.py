@@ -103,9 +103,10 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
 
 
 def _observe(histogram: Any, durations: Sequence[int]) -> None:
-    """Add `durations` to the histogram: the counts of all buckets, followed by the sums of all buckets.
+    """Add `durations` to the histogram: the counts of all buckets, followed by the sums of all buckets in nanoseconds.
 
-    The mean of a bucket is observed as often as its count says. It lies in the bucket, so counts and sums are exact.
+    For each bucket, the mean is observed as often as the count says. The histogram then has the same counts and sums,
+    because each mean lies in its bucket.
     """
     middle = len(durations) // 2
     for count, sum_ns in zip(durations[:middle], durations[middle:], strict=True):
@@ -117,7 +118,7 @@ def _settings(vllm_config: VllmConfig) -> ConnectorSettings:
     """Return the connector's settings.
 
     Raises:
-        ConfigurationError: the process that shows the metrics cannot read the settings.
+        ConfigurationError: `kv_connector_extra_config` has a wrong key or value.
     """
     transfer = vllm_config.kv_transfer_config
     return ConnectorSettings.from_extra_config({} if transfer is None else transfer.kv_connector_extra_config)

@@ -61,15 +61,15 @@ class KeyChecks:
     """
 
     def __init__(self, *, chunk_size: int, hash_block_size: int) -> None:
-        """Take how many tokens a chunk has, and how many tokens one hash in `Request.block_hashes` covers."""
+        """`chunk_size`: tokens of a chunk. `hash_block_size`: tokens that one hash in `Request.block_hashes` covers."""
         self._chunk_size = chunk_size
         self._hash_block_size = hash_block_size
 
     def hash_prefixes(self, request: Request, first_chunk: int, num_chunks: int) -> bytes:
         """Return the check values of `num_chunks` chunks, concatenated, with `NUM_CHECK_BYTES` bytes for each chunk.
 
-        A chunk's check value is the first bytes of the hash of the last block that ends in or before the chunk. It is
-        zeros if no block ends there, or if vLLM has no hash of that block.
+        A chunk's check value is the first bytes of the hash of the last block that ends no later than the chunk. The
+        check value is zeros if there is no such block, or if vLLM has no hash of the block.
         """
         hashes, block_size = request.block_hashes, self._hash_block_size
         first_end = (first_chunk + 1) * self._chunk_size
@@ -104,7 +104,7 @@ class Observer(Protocol):
         """Record an observation."""
 
     def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
-        """Record that something could not be read."""
+        """Record that reading a request failed."""
 
 
 class RequestReader:
@@ -144,14 +144,14 @@ class RequestReader:
         return any(map(is_not, self._hashes, before))
 
     def note_reset(self) -> None:
-        """Let the next `take_reset` return True. For a rerun of a log, which has no block manager."""
+        """Let the next `take_reset` return True. A rerun of a log calls this, because it has no block manager."""
         self._is_reset_noted = True
 
     def reset(self, requests: Mapping[str, Request]) -> None:
         """Record that vLLM reset its own prefix cache, but not kvledger's.
 
-        Preemptions are recorded first, so that the preempted requests' tokens are saved. Their KV is as old as the KV
-        that kvledger has saved before.
+        Preemptions are recorded first, so that the tokens of the preempted requests are saved. Their KV is from before
+        the reset, like all KV that kvledger has saved.
         """
         self.preemptions(requests)
         self._journal.observe(e.PrefixCacheReset(self._journal.now()))

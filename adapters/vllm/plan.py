@@ -35,7 +35,7 @@ class Plan:
     num_pools: int
     """Number of pools that `host_bytes` is divided among."""
     num_local_pools: int
-    """Number of these pools on this machine."""
+    """Number of the pools that are on this machine."""
 
     @property
     def shares_pool(self) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PrefixCache:
-    """Uses vLLM's block manager for blocks that no load has filled."""
+    """Removes unfilled blocks from vLLM's prefix cache, and rolls requests back. Uses vLLM's block manager."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -50,9 +50,9 @@ class PrefixCache:
     def take_back(self, requests: Iterable[Request], block_ids: AbstractSet[int]) -> None:
         """Make every request that holds one of these blocks compute again from its first such block on.
 
-        vLLM does so only for the first request that holds a block. Several requests then write the same KV to a shared
-        block. However its tokens are divided among steps, each request reads KV that it has written itself. Under the
-        policy "fail", all requests that held such a block have ended.
+        vLLM does so only for the first request that holds a block. If several requests share a block, all of them now
+        write the same KV to it. Each request then reads only KV that it has written itself, whatever the other requests
+        do. Under the policy "fail", all requests that held such a block have ended.
         """
         if self._manager is None:
             return

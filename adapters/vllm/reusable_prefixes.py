@@ -110,7 +110,7 @@ def _not_read(vllm_config: VllmConfig) -> Iterator[Refusal]:
                 f"chunked prefill is off, and the attention backend {name} ({backend.__module__}.{backend.__qualname__}"
                 ") is not one of vLLM's: kvledger does not know whether it reads a prefix that was loaded"
             )
-            yield Refusal(reason, "if it does, start vLLM with --enable-chunked-prefill")
+            yield Refusal(reason, "if the backend reads it, start vLLM with --enable-chunked-prefill")
 
 
 def _not_always_read(vllm_config: VllmConfig) -> Iterator[Refusal]:
@@ -136,7 +136,7 @@ def _not_invariant(vllm_config: VllmConfig) -> Iterator[Refusal]:
 
 
 def _rotated_by_row(vllm_config: VllmConfig) -> Iterator[Refusal]:
-    """Refuse models whose tokens vLLM's rotary kernel for CPU rotates by their row in the batch, not by their position.
+    """Refuse models for which vLLM's rotary kernel for CPU rotates a token by its row in the batch, not its position.
 
     The kernel uses the distance between two heads as the distance between two tokens (`csrc/cpu/pos_encoding.cpp`,
     rotary_embedding, `stride(-2)`). This is wrong for models like DeepSeek's, which rotate a slice of each head
@@ -162,7 +162,7 @@ def _rotated_by_row(vllm_config: VllmConfig) -> Iterator[Refusal]:
 
 
 def _kernel_rotates_by_row() -> bool:
-    """Whether the kernel rotates a token with several heads differently alone than as the second of two tokens."""
+    """Whether the kernel rotates a token with several heads in another way if a token precedes it in the batch."""
     import torch
     from vllm import _custom_ops
 

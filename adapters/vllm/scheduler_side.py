@@ -1,7 +1,7 @@
 """The scheduler's half of the connector: turns hook calls into observations, and decisions into answers and jobs.
 
 This half copies values from live vLLM objects into events. It keeps requests only so that later hooks can read them. A
-hook must not raise into vLLM: `HOOKS` lists what it does instead.
+hook must not raise into vLLM: `HOOKS` lists what happens if a hook fails.
 
 All hooks are in this one file, in the order in which a request meets them.
 """
@@ -196,7 +196,8 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded, and whether asynchronously. None as the number makes vLLM ask again.
 
-        If a lookup and its answer repeat the previous ones, they are not written at once, but with the next frame.
+        If the request's previous lookup had the same answer, this lookup and its answer may be written later, with the
+        next frame.
         """
         journal = self.journal
         if journal.is_disabled:
@@ -227,7 +228,7 @@ class SchedulerSide:
         return NO_HIT
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Issue the load of the tokens that vLLM accepted, or report their blocks if they cannot be loaded."""
+        """Issue the load of the tokens that vLLM accepted. If this fails, report the tokens' blocks as unfilled."""
         is_issued = False
         if not self.journal.is_disabled:
             live = self._live(request)
@@ -250,8 +251,9 @@ class SchedulerSide:
     def refuse_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Report the blocks that vLLM expects to be loaded, but that no load will fill.
 
-        vLLM recomputes their tokens (kv_load_failure_policy "recompute") or fails this one request ("fail"). If the
-        model has several groups, every load is asynchronous, and vLLM accepts reports of failed requests, not blocks.
+        vLLM recomputes the tokens of these blocks (kv_load_failure_policy "recompute") or fails this one request
+        ("fail"). If the model has several groups, every load is asynchronous. vLLM then accepts reports of failed
+        requests, but not of blocks.
         """
         if not num_external_tokens:
             return
@@ -330,7 +332,7 @@ class SchedulerSide:
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Record the workers' reports, and add to the output the requests whose load is completed.
 
-        vLLM makes no lookup between the time when it processes this output and this call.
+        vLLM first processes the output, then calls this method, and makes no lookup in between.
         """
         worker_meta = connector_output.kv_connector_worker_meta
         self._arrived = worker_meta if isinstance(worker_meta, WorkerReports) else None
@@ -396,7 +398,7 @@ class SchedulerSide:
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}
 
     def forget_ids(self, _connector_output: KVConnectorOutput) -> None:
-        """Forget the ids of ended requests, except of those for whose copies vLLM waits."""
+        """Forget the ids of each ended request, unless vLLM waits for a copy of the request."""
         self.ids.forget(self._is_known)
 
     def _is_known(self, request_id: str) -> bool:

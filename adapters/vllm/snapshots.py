@@ -28,7 +28,7 @@ with the lowest priority gets only a hundredth of a core. Retention waits for a 
 
 
 class SnapshotProcess:
-    """Starts the process that makes snapshots, for logs that are written with the same `Core`."""
+    """Starts the process that makes the snapshots of logs. `core` is the core with which the logs are written."""
 
     def __init__(self, core: Core) -> None:
         brought = {type(each) for each in _handlers(Core.standard().extended(*core.extensions))}

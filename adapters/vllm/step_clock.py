@@ -1,4 +1,4 @@
-"""Where a worker is in a step: which copies it was given last, which hook vLLM called, and a count of moments since."""
+"""Where a worker is in a step: the copies that it got last, a count of moments since then, and the latest hook call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepClock:
         """Record that vLLM calls a hook.
 
         `delivered` is the sequence number of the `EffectsDelivered` that records the copies of the hook's step; 0 if
-        the step has none. If it is from an earlier step, the clock stays in the present step.
+        there is no such event. If `delivered` is from an earlier step, the clock stays in the present step.
         """
         self._hook = hook
         if delivered > self._delivered:

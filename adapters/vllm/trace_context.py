@@ -1,6 +1,7 @@
-"""Reads from a request's headers, which vLLM passes on, to which span of a distributed trace the request belongs.
+"""Reads from a request's headers which span of a distributed trace the request belongs to.
 
-kvledger keeps nothing else from the headers, because `tracestate` may contain anything about the caller.
+vLLM passes the headers on. kvledger keeps nothing else from them, because `tracestate` may contain anything about the
+caller.
 """
 
 from __future__ import annotations

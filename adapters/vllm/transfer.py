@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def accepted(given: Mapping[str, Any], inside: str = "") -> KVTransferConfig:
-    """Return the object `given` as vLLM reads it. `inside` is the key that contains the object, if any.
+    """Return the object `given` as vLLM reads it. `inside`: key that contains the object; empty if there is none.
 
     Raises:
         ConfigurationError: names every wrong key, why it is wrong, and what is allowed.
@@ -59,7 +59,7 @@ def refuse_unknown(transfer: KVTransferConfig, inside: str = "") -> None:
 def connectors(transfer: KVTransferConfig, inside: str = "") -> Iterator[KVTransferConfig]:
     """Yield the connector's object, or the objects of a `MultiConnector`'s children.
 
-    `inside` is the key that contains the connector's object, if any.
+    `inside`: key that contains the connector's object; empty if there is none.
 
     Raises:
         ConfigurationError: no connector is named, a name is unknown, or the children are not a list of objects.

@@ -20,7 +20,7 @@ class _Reported:
     missing: frozenset[int]
     """Blocks of the load that the rank did not report as not filled."""
     extra: frozenset[int]
-    """Blocks of the load that the rank reported as not filled, which only a failure of this load explains."""
+    """Blocks of the load that the rank reported as not filled, except `StepJobs.undeliverable_block_ids`."""
 
 
 class UnfilledBlocks:
@@ -48,7 +48,7 @@ class UnfilledBlocks:
         self._reported.pop(job_id, None)
 
     def compare(self, steps: Collection[StepReport], reports: Collection[JobReport]) -> None:
-        """Compare the unfilled blocks and the reports of copies that arrive with one output of the workers."""
+        """Compare the unfilled blocks in one output of the workers with the jobs and with the reports of copies."""
         for step in steps:
             if step.unfilled is not None:
                 self._compare_step(step.delivered, step.rank, step.unfilled)

@@ -63,7 +63,7 @@ def refuse_older() -> None:
     version = _parsed_version()
     if version is not None and not version.is_devrelease and version.release[:2] < KNOWN[0]:
         message = (
-            f"vLLM {version} is too old for kvledger, which supports {_known()}: its connector hooks differ; "
+            f"vLLM {version} is too old for kvledger, which supports {_known()}: older versions have other hooks; "
             f'pip install "vllm>={KNOWN[0][0]}.{KNOWN[0][1]}"'
         )
         raise ConfigurationError(message)
@@ -76,7 +76,7 @@ def warn_of_unknown() -> None:
         messages.warning(
             f"kvledger has not been tested with vLLM {vllm_version()}, only with {_known()}: if a hook has changed, "
             "requests may lose their cache; install a tested version of vLLM or a newer kvledger, and until then run "
-            "`kvledger verify` on its logs"
+            "`kvledger verify` on the logs"
         )
 
 
@@ -92,7 +92,9 @@ def _known() -> str:
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Refuse at start what kvledger cannot serve correctly. `groups.py` finds models that it serves without a cache.
+    """Refuse at start settings with which kvledger cannot serve correctly.
+
+    `groups.py` finds the models that kvledger serves without a cache.
 
     Raises:
         ConfigurationError: names the setting and the remedy.
@@ -123,7 +125,9 @@ def block_size(kv_cache_config: KVCacheConfig) -> int:
 
 
 def as_scheduled(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
-    """Return a worker's configuration in the form that the scheduler gets. The scheduler's own is returned unchanged.
+    """Return a worker's configuration in the form that the scheduler gets.
+
+    The scheduler's own configuration is returned unchanged.
 
     If each layer has its own spec (UniformTypeKVCacheSpecs), the scheduler sees only the spec of the first layer
     (`v1/core/kv_cache_utils.py`, 0.32). The scheduler's side and the workers use this result for values that must be
@@ -162,7 +166,7 @@ def is_alone(connector: object) -> bool:
 
     `MultiConnector` passes the handshake of its first child to all children and drops the handshakes of the others
     (`kv_connector/v1/multi_connector.py`, get_handshake_metadata, 0.32). A child must therefore make no handshake, so
-    that another child's handshake is not dropped. Other children may also write blocks in ways of their own.
+    that another child's handshake is not dropped. Other children may also write blocks outside the device's order.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -287,8 +291,8 @@ def unhashed_inputs(request: Request, start: int, end: int) -> bytes:
     `generate_block_hash_extra_keys` (`v1/core/kv_cache_utils.py`, 0.32) leaves out:
 
     - The id of a LoRA adapter. vLLM treats two ids with the same path as two adapters (`lora/request.py`).
-    - Which positions take an embedding (`prompt_is_token_ids`). If this is not set, it matters whether there are token
-      ids, because the model runners V1 and V2 then differ.
+    - Which positions take an embedding (`prompt_is_token_ids`). If `prompt_is_token_ids` is not set, the result says
+      whether the request has token ids, because the model runners V1 and V2 then differ.
     - The type and width of the embeddings. vLLM hashes only their bytes.
     - The token types of a pooling request (`v1/worker/gpu_model_runner.py`, compressed_token_type_ids).
     """
@@ -364,8 +368,8 @@ def renamed_step(
 ) -> SchedulerOutput:
     """Return a copy of a step's scheduler output with other request ids, as far as kvledger reads the output.
 
-    `new_ids`: vLLM's id → the id in the copy, if they differ. `old_id` returns vLLM's id for an id in the copy. Block
-    tables need it, because they are looked up only when kvledger reads them.
+    `new_ids`: vLLM's id → the id in the copy, if they differ. `old_id` returns vLLM's id for an id in the copy. It
+    is called whenever kvledger reads a block table from the copy.
     """
     new_id = new_ids.get
     renamed, cached = copy.copy(scheduler_output), copy.copy(scheduler_output.scheduled_cached_reqs)
@@ -457,8 +461,9 @@ def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
     """Return which dimension of a registered KV tensor counts blocks. None: the shape does not show it.
 
     Most tensors have the shape `[num_blocks, ...]`, as on CPU in 0.32. If K and V are apart, the shape is
-    `[2, num_blocks, ...]`. In both shapes, the number may be a multiple of `num_blocks`, if a kernel has smaller
-    blocks. A flat buffer does not show blocks. For None, the layout decides or refuses.
+    `[2, num_blocks, ...]`. If a kernel has smaller blocks, there is a multiple of `num_blocks` in this place. A flat
+    buffer does not show blocks. If the result is None, `describe_blocks` finds the dimension itself or refuses the
+    tensor.
     """
     if len(shape) < 2:  # noqa: PLR2004 -- see above
         return None
@@ -473,5 +478,5 @@ def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
 
 
 def registered_tensors(kv_caches: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Layer name → tensor. Leaves out the lists of tensors that hybrid models register, because they are not served."""
+    """Layer name → tensor. Leaves out lists of tensors: only layers that kvledger does not serve register lists."""
     return {name: tensor for name, tensor in kv_caches.items() if hasattr(tensor, "untyped_storage")}

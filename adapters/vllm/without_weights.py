@@ -189,8 +189,8 @@ def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     """Return layer → KV cache spec, in the same way as vLLM's model runner.
 
     See `v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32. First, the platform may change the block size
-    (`v1/executor/uniproc_executor.py`, 0.32). Some kernels support only one size. In hybrid models, pages of state and
-    pages of attention must have the same size.
+    (`v1/executor/uniproc_executor.py`, 0.32). It does so for kernels that support only one size, and for hybrid models,
+    whose pages of state and pages of attention must have the same size.
     """
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config

@@ -139,11 +139,11 @@ class WorkerSide:
         self._bound = jobs
 
     def gave(self, ends: Ends) -> None:
-        """Keep the ends that this output reports to vLLM, for the step's report."""
+        """Keep the ends that this output reports to vLLM, until the step's report includes them."""
         self._ends = ends
 
     def gave_unfilled(self, block_ids: set[int]) -> None:
-        """Keep the blocks that this output reports to vLLM as not filled, for the step's report."""
+        """Keep the blocks that this output reports to vLLM as not filled, until the step's report includes them."""
         if block_ids:
             self._unfilled |= block_ids
 
@@ -173,7 +173,7 @@ class WorkerSide:
             self._start(together, self._begin_save, self._async_engine)
 
     def take_failed_block_ids(self) -> set[int]:
-        """Return the blocks that a load had to fill but did not, since the last call."""
+        """Return the blocks that vLLM expects to be loaded but that were not filled, and forget these blocks."""
         failed, self._failed_block_ids = self._failed_block_ids, set()
         return failed
 
@@ -193,7 +193,10 @@ class WorkerSide:
         return WorkerReports(tuple(reports), starts, steps) if reports or starts or steps else None
 
     def _take_step(self) -> tuple[StepReport, ...]:
-        """Report this output's step even if it reports no copies, because this reveals copies that were never made."""
+        """Return the report of this output's step, even if no copy has ended.
+
+        The report reveals copies that were never made.
+        """
         jobs, self._bound = self._bound, None
         ends, self._ends = self._ends, Ends()
         unfilled, self._unfilled = self._unfilled, frozenset()
@@ -291,7 +294,7 @@ class WorkerSide:
                 self._start((job,), begin, engine)
 
     def _copy(self, jobs: Sequence[PageJob], begin: _Begin) -> bool:
-        """Begin a copy that the device finishes before any new work; return whether no failure is known."""
+        """Begin a copy that the device finishes before any new work; return False if the copy has failed already."""
         num_before = len(self._reports)
         self._start(jobs, begin, self._engine)
         self._reports += self._copies.precede(_ids(jobs))

@@ -73,7 +73,7 @@ class Audit:
 
     @property
     def is_sound(self) -> bool:
-        """Whether no rule is broken and nothing diverges."""
+        """Whether no rule is broken, nothing diverges, and every event can be folded."""
         return self.judgement().is_sound
 
     def judgement(self) -> Judgement:
@@ -105,8 +105,8 @@ class Audit:
     def run_frames(self, frames: Iterable[Iterable[SequencedEvent]], *, at: int | None = None) -> None:
         """Audit the events of all frames, or only the events up to sequence number `at`.
 
-        `finish` is called after the last frame, but not if the frames go on after `at`. Without `at`, all of `frames`
-        is read, even after an event that cannot be folded.
+        If `frames` has an event after `at`, reading stops there and `finish` is not called. Otherwise `frames` is read
+        to the end, even after an event that cannot be folded, and then `finish` is called.
         """
         for frame in frames:
             events = list(frame)
@@ -118,7 +118,7 @@ class Audit:
         self.finish()
 
     def take_frame(self, events: Iterable[SequencedEvent]) -> None:
-        """Audit the next events: each observation together with all decisions that it caused.
+        """Audit the next events. After each observation, `events` must contain all decisions that it caused.
 
         Iterating over `events` must not raise.
         """
@@ -145,7 +145,7 @@ def _take(
 
 
 def _checkers_of(core: Core) -> Iterator[MakeChecker]:
-    """Yield the maker of each rule's checker, in the order of the core."""
+    """Yield, for each rule of the core, the function that makes its checker, in the order of `core.rules`."""
     extension_of = {rule: extension for extension in core.extensions for rule in extension.rules}
     for rule, make in core.rules.items():
         its = extension_of.get(rule)

@@ -26,7 +26,7 @@ class Checker(Visitor[AuditModel]):
     needs = tuple(EVERY_PART)
     rule: ClassVar[str]
     expects_own_evictions: ClassVar[bool] = False
-    """Whether the rule is not checked with an extension that chooses which chunks are evicted last. The log does not
+    """Whether the rule is not checked if an extension chooses which chunks are evicted last, because the log does not
     record that choice."""
 
     def __init__(self, model: AuditModel) -> None:

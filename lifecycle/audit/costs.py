@@ -1,6 +1,6 @@
-"""The costs of loading and of computing a token, measured from the log. They decide when no loads are offered.
+"""The costs of loading and of computing a token, measured from the log. The costs decide when no loads are offered.
 
-Fold this before the lives, because it needs the states of lives before a step.
+`Costs` must fold a step before `Lives` does, because it needs the states that lives had before the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Measured(msgspec.Struct, forbid_unknown_fields=True):
     """Measurements so far. Times are in nanoseconds."""
 
     steps: list[tuple[int, int]] = []
-    """(tokens, time of scheduling) of consecutive steps that are in no sample yet."""
+    """(tokens, time of scheduling) of consecutive steps, until `STEPS_IN_A_ROW` of them become a sample."""
     samples: list[tuple[int, int]] = []
     """(tokens, duration) of each measured run of `STEPS_IN_A_ROW` steps. Only the latest runs are kept."""
     loads: list[tuple[int, int]] = []

@@ -20,12 +20,15 @@ class Unfoldable:
     error: str
 
     def __str__(self) -> str:
-        return f"at sequence {self.sequence} {self.event.id} cannot be folded: {self.error}"
+        return f"event {self.sequence} ({self.event.id}) cannot be folded: {self.error}"
 
 
 @attrs.frozen
 class Judgement:
-    """The findings about a log, up to the first event that cannot be folded. Rules are in the order of their checks."""
+    """The findings about a log, up to the first event that cannot be folded.
+
+    Rules are in the order in which they are checked.
+    """
 
     num_events: int
     """Number of events on which the rules were checked."""
@@ -39,17 +42,17 @@ class Judgement:
     divergences: Divergences
     """Decisions that today's code makes differently from the log."""
     reference_differences: Divergences
-    """Events after which the reference machine and the compiled table have different states."""
+    """Events after which the two forms of the transition tables disagree: reference machine and compiled table."""
     num_unjudged: int
-    """Number of observations on which an extension whose code is missing may have decided."""
+    """Number of observations whose decisions were not made again: a missing extension may have taken part in them."""
     unfoldable: Unfoldable | None = None
 
     @property
     def judged(self) -> list[str]:
-        """The rules that were checked on all of these events."""
+        """The rules that were checked on all `num_events` events."""
         return [rule for rule in self.rules if rule not in self.not_judged]
 
     @property
     def is_sound(self) -> bool:
-        """Whether no rule is broken and nothing diverges."""
+        """Whether no rule is broken, nothing diverges, and every event can be folded."""
         return not any((self.num_violations, self.divergences, self.reference_differences, self.unfoldable))

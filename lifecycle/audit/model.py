@@ -49,8 +49,8 @@ class AuditModel(Model):
     def parts(self) -> Mapping[str, object]:
         """Name → part, in the order in which the parts fold an event.
 
-        Costs come first, because they need the states of lives before a step. The room comes last, because it needs all
-        other parts.
+        `costs` comes first, because it needs the states that lives had before a step. `room` comes last, because it
+        needs all other parts.
         """
         return {"costs": self.costs, **super().parts(), "room": self.room}
 
@@ -60,9 +60,9 @@ class AuditModel(Model):
         return is_more and self.costs.is_slower and not self.configuration.offers_slow_loads
 
     def longest_seen(self, life: Life, num_tokens: int) -> int:
-        """Return the length of the longest prefix that a load can bring, at most `num_tokens`.
+        """Return the length in tokens of the longest prefix that a load can bring, at most `num_tokens`.
 
-        All pages that the windows of the token after the prefix see must be stored.
+        A load can bring a prefix if all pages are stored that the next token sees through its windows.
         """
         layout, chunks, tail = self.layout, self.chunks, self.tails.saved(life)
 

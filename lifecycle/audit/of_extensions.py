@@ -1,6 +1,6 @@
 """Rules of extensions: checked like all other rules until code of their extension raises.
 
-If an extension's checker raises, its rule is not judged any more. If the extension is stopped, none of its rules is
+If the checker of such a rule raises, the rule is not judged any more. If an extension is stopped, none of its rules is
 judged any more. All other rules are checked as usual. This module must not know what a rule is about.
 """
 
@@ -54,7 +54,7 @@ class RuleOfExtension(Checker):
         self._checker = self._run(lambda: make(model.reporting_to(self._found)))
 
     def visits(self) -> Visits:
-        """Return the visits of the extension's checker. After one of its methods has raised, none of them runs."""
+        """Return pairs (event class, method of the extension's checker). After a method has raised, no method runs."""
         checks = self._run(self._checks_of_events) or ()
         return [*super().visits(), *((event_class, self._guarded(check)) for event_class, check in checks)]
 
@@ -72,7 +72,7 @@ class RuleOfExtension(Checker):
                 _call(check, payload)
 
     def begin(self) -> None:
-        """Begin in the middle of a log. If the extension was stopped before, its rule is not judged."""
+        """Begin in the middle of a log. If the extension was stopped before that point, the rule is not judged."""
         checker = self._checker
         if self._extension in self.lives.stopped_extensions:
             self.not_judged = f"its extension was stopped at event {self.lives.stopped_extensions[self._extension]}"
@@ -108,5 +108,5 @@ class RuleOfExtension(Checker):
 
 def _call(check: Callable[[Any], object], event: msgspec.Struct) -> None:
     if check(event) is not None:  # a generator, whose body would not run, or a finding
-        message = "a check must return None; report what is wrong with self.broken(...)"
+        message = "a check must return None; call self.broken(...) to report what is wrong"
         raise TypeError(message)

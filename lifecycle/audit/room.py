@@ -49,11 +49,11 @@ class _Use:
     """All chunks of the prefix that are not in the pool are among its first `num_missing` chunks. Saves of other lives
     may add these chunks."""
     num_last: int = 0
-    """Number of chunks in the pool that have this use as their last one."""
+    """Number of chunks in the pool that have this use as their last use."""
 
 
 class Room:
-    """Order in which chunks leave the pool. Fold this after the answers, the copies and the chunks.
+    """Order in which chunks leave the pool. `Room` must fold an event after the answers, the copies and the chunks.
 
     A prefix is held by each pending answer that promised it, by each preempted request that waits for it, and by each
     copy in flight that reads it or adds its last chunk. The end of such a hold is a use of the prefix.
@@ -130,7 +130,7 @@ class Room:
             self._last_use[key] = uses[number]
             uses[number].num_last += 1
         if not all(uses[number].num_last for number in (*stored.order, *stored.use_of.values())):
-            raise ValueError("a use is stored as the last one of a chunk, but no chunk names it")
+            raise ValueError("a stored use is not the last use of any chunk")
         self._order = OrderedDict.fromkeys(uses[number] for number in stored.order)
         self._use_of = {ordinal: uses[number] for ordinal, number in stored.use_of.items()}
 
@@ -159,7 +159,7 @@ class Room:
         Args:
             prefix: the prefix that is used.
             new_from: number of the first chunk that may have entered the pool since the life's last use; default: the
-                first chunk after that use.
+                first chunk after the prefix of that last use.
         """
         use = self._use_of.get(prefix.ordinal)
         if use is None or use.keys is not prefix.keys or use.num_chunks > prefix.num_chunks:

@@ -37,7 +37,7 @@ class Start:
         return restore(core, self.state, configuration)
 
     def resume(self, model: Model, core: Core) -> None:
-        """Restore the stored state into a model without events. Raises `NotResumable` if `reader` cannot be used."""
+        """Restore the stored state into a new model. Raises `NotResumable` if `reader` cannot be used."""
         Reader(model, ()).resume(self.reader, core.fingerprint(), trusts_other_code=self.trusts_other_code)
 
 
@@ -67,7 +67,7 @@ class StartFolds:
         """The event that was folded last, or the event whose fold raised."""
 
     def take(self, events: Iterable[SequencedEvent]) -> None:
-        """Fold the next events: each observation together with all decisions that it caused.
+        """Fold the next events. After each observation, `events` must contain all decisions that it caused.
 
         Raises:
             Exception: a fold raised it at the event in `current`. Fold no more events after that.

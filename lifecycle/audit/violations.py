@@ -28,7 +28,7 @@ class Violation:
     ordinal: int | None
     """Ordinal of the life concerned; None if not known, or if no single request is concerned."""
     cause: int
-    """Sequence number of the observation at which the rule is broken: of the event itself, or of a decision's cause."""
+    """Sequence number of the observation at which the rule is broken. For a decision, this is its cause."""
 
 
 class Violations:

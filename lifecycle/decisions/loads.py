@@ -43,7 +43,7 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
     else:
         slots = _slots_of(pages, end_token, request, projections)
     if slots is None:
-        detail = f"tokens to {end_token} were promised, not all of their chunks are there"
+        detail = f"tokens up to {end_token} were promised, but not all of their chunks are stored"
         _refuse(turn, Rule.LOADABLE_AFTER_COMMIT, detail)
         return
     load = e.LoadIssued(
@@ -62,7 +62,7 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
 
 
 def _slots_of(pages: range, end_token: int, request: RequestRecord, projections: Projections) -> tuple[int, ...] | None:
-    """Return the slot with the longest image of each page; None if a page is not stored.
+    """For each page, return the slot with the most tokens of the page; None if a page is not stored.
 
     Use whole chunks if they reach the end of the load. Otherwise use the chunks before the tail, and then the tail.
     """

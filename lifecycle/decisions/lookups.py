@@ -62,7 +62,7 @@ _VALUE_OF = {reason: reason.value for reason in MissReason}
 
 
 def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -> e.LookupAnswered | e.LookupDeferred:
-    """Return the answer, with the tokens that the request can load after its computed tokens, or defer the lookup.
+    """Return the answer, which offers the tokens that can be loaded after the computed tokens, or a deferral.
 
     With `awaits_saves`, the lookup is deferred while a save in flight will let the request load more tokens.
     """
@@ -89,7 +89,7 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
 
 
 def _deferred(turn: Turn, event: e.LookupRequested, job_id: int, *, is_shared: bool) -> e.LookupDeferred | None:
-    """Return the decision to defer the lookup because of this copy; None if it was deferred as often as allowed."""
+    """Return the decision to defer the lookup because of this copy; None after the last allowed deferral."""
     num_deferred = turn.record.next_deferral(job_id, is_shared=is_shared)
     if num_deferred > turn.projections.configuration.max_deferred_lookups:
         return None
@@ -187,7 +187,7 @@ def _limited(hit: _Hit, event: e.LookupRequested, request: RequestRecord, projec
 
 
 def _unusable(hit: _Hit, reason: MissReason) -> _Hit:
-    """Return the hit with nothing to load."""
+    """Return the hit with no tokens to load, and with this reason."""
     return replace(hit, end_token=0, reason=reason, awaited=None)
 
 
@@ -221,10 +221,10 @@ def shared_load(
 ) -> Copy | None:
     """Return another request's load that brings blocks which this request would load, or None.
 
-    Without this, a burst of requests with the same long prefix would load the prefix once per request and fill the
-    device with copies (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load when the load has
-    ended (`v1/core/sched/scheduler.py`, 0.32, `_update_waiting_for_remote_kv`). It shares the blocks of a load within
-    the step at once, so no request has to wait for such a load.
+    Without waiting for that load, a burst of requests with the same long prefix would load the prefix once per request
+    and fill the device with copies (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load when the
+    load has ended (`v1/core/sched/scheduler.py`, 0.32, `_update_waiting_for_remote_kv`). It shares the blocks of a load
+    within the step at once, so no request has to wait for such a load.
 
     A load of a short common prefix is shared too. Without sharing, each conversation of a burst holds its own copy of
     the system prompt. A burst that fits on the device without a connector would then cause preemptions.
@@ -256,7 +256,7 @@ def _will_be_shared(load: Copy, projections: Projections) -> bool:
 
 
 def _shared_end(load: Copy, num_computed_tokens: int, request: RequestRecord, projections: Projections) -> int:
-    """Return up to which token, in whole blocks, the load brings tokens that the request would load; 0 if none."""
+    """Return the end of the request's tokens that the load brings, as a multiple of the block size; 0: none."""
     geometry, keys = projections.geometry, request.keys
     first = num_computed_tokens // geometry.chunk_size
     if not load.chunks or load.chunks[0] > first:

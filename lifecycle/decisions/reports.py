@@ -16,7 +16,7 @@ from kvledger.lifecycle.turn import EngineTurn, Turn
 
 
 def report_progress(turn: Turn) -> None:
-    """Record the progress of the prefill, unless no token is computed or the request's load has not arrived."""
+    """Record the progress of the prefill, if tokens are computed and no load is filling the request's blocks."""
     request = turn.record
     num_computed_tokens = turn.projections.tracker.num_computed_tokens(request)
     if num_computed_tokens and request.blocks is not BlocksRegion.LOADING:
@@ -71,7 +71,7 @@ def ask_after(turn: EngineTurn, job: Copy, *, before_forward: bool) -> None:
 
 
 def give_up_unfenced(turn: EngineTurn, job: Copy) -> None:
-    """Fail a save if a step took its blocks without waiting for the save. A worker may be writing the save's slots."""
+    """Fail a save whose blocks were taken by a step that did not wait. A worker may be writing the save's slots."""
     _fail(turn, job, "a step took its blocks without waiting for the save", quiet=False)
 
 

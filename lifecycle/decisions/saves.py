@@ -66,7 +66,7 @@ class Save(msgspec.Struct, frozen=True, gc=False):
 
     chunks: Sequence[int]
     pages: Sequence[int]
-    """Pages of the chunks that are copied, ascending."""
+    """Pages to copy, ascending. With windows, not all pages of the chunks."""
     evicted: Sequence[bytes] = ()
     """Keys of the chunks to evict first."""
     rest: Declined | None = None
@@ -79,7 +79,7 @@ class TailSave(msgspec.Struct, frozen=True, gc=False):
     first_token: int
     num_tokens: int
     pages: Sequence[int]
-    """Pages of the tokens that are copied, ascending."""
+    """Pages to copy, ascending. With windows, not all pages of the tokens."""
     evicted: Sequence[bytes] = ()
     """Keys of the chunks to evict first."""
 
@@ -148,7 +148,7 @@ def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
 
 
 def fence_saves(turn: Turn) -> None:
-    """Make the next step wait for copies from blocks that it may overwrite."""
+    """Make the next step wait for copies from blocks that the next step may overwrite."""
     for job in turn.projections.jobs.reads_blocks_of(turn.record.ordinal):
         ask_after(turn, job, before_forward=True)
 
@@ -165,7 +165,7 @@ def savable_pages(
     num_settled_tokens: int,
     window_freed_at: int | None,
 ) -> SavablePages | None:
-    """Return the pages of this block table that a save can copy; None, for all pages, if no group has a window.
+    """Return the pages of this block table that a save can copy; None: all pages, because no group has a window.
 
     The saved pages should let a load end after the last whole chunk. They should also let a load end at the boundary
     that an earlier lookup of this request could not use because pages were missing.
@@ -181,8 +181,8 @@ def _num_written_tokens(turn: Turn, event: e.RequestFinished) -> int:
     """Return how many tokens the blocks of the ended request hold.
 
     - The last sampled token was never computed, so its place in the last block was never written (vllm#54193).
-    - Tokens after the computed tokens do not count, because they may belong to a failed load. A load within the last
-      step comes before the computed tokens. If this load fails, the save fails too.
+    - Tokens after the computed tokens do not count, because they may belong to a failed load. Tokens of a load within
+      the last step count. If this load fails, the save fails too.
     """
     num_computed_tokens = turn.projections.tracker.num_computed_tokens(turn.record)
     return min(num_intact_tokens(event), event.num_tokens - 1, num_computed_tokens)

@@ -29,9 +29,9 @@ class SavablePages(msgspec.Struct, frozen=True):
     block_ids: Sequence[int]
     num_settled_tokens: int
     window_freed_at: int | None
-    """Settled tokens up to which vLLM had freed window pages before this step.
+    """Number of settled tokens when vLLM last freed pages outside the windows, before this step.
 
-    Pages that a window left after these tokens are freed, but intact. None: no freed page is intact.
+    Pages that a window has left since then are freed, but intact. None: no freed page is intact.
     """
     boundaries: tuple[int, ...]
     """Numbers of tokens after which a load should be able to end."""

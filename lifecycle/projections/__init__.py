@@ -1,8 +1,8 @@
 """Projections compute kvledger's state from the events of a log. `Projections` combines all projections of one log.
 
 Before `Projections` folds an event, it finds the event's subject. The transition tables say whether the request's
-states refuse the event. The core's gating says what is folded of a refused observation. The ledger, a replay and all
-readers therefore fold it in the same way.
+states refuse the event. The core's `gating` says which projections fold a refused observation. The ledger, a replay
+and all readers therefore fold each event in the same way.
 
 Nothing here drops an event, reads a clock or does I/O. Folding a recorded event never fails.
 """
@@ -215,7 +215,7 @@ class Projections:
     # --- folds ---------------------------------------------------------------------------------
 
     def fold(self, event: Event, sequence: int) -> Subject:
-        """Fold one event and return its subject. An illegal event is folded only as far as the gating says.
+        """Fold one event and return its subject. A refused event is folded only as far as the core's `gating` says.
 
         Folding a recorded event never fails.
         """
@@ -239,7 +239,7 @@ class Projections:
             self._routes[event_class] = route._replace(folds=folds)
 
     def fold_owed(self, event: Event, sequence: int) -> None:
-        """Fold one event in `Owed` only. For use after another projection has failed."""
+        """Fold one event in `Owed` only. Used after another projection has failed."""
         owed = self._routes[type(event)].folds.owed
         if owed is not None:
             owed(event, sequence)

@@ -37,18 +37,18 @@ class Subject(msgspec.Struct, frozen=True, gc=False):
     request: RequestRecord | None = None
     """Record of the request; None if the request is unknown, or if the event is about no single request."""
     current: RequestRecord | None = None
-    """Record of the request; None if the event is a decision about another generation."""
+    """The record in `request`; None if the event is a decision about another generation of the life."""
     trigger: str = ""
     """Trigger of the event in the transition tables; meaningless if `request` is None."""
     before: Before | None = None
     """Generation and states of the request just before an observation; None for decisions."""
     is_refused: bool = False
-    """Whether the request's states refuse the observation. For an unknown request: whether states can refuse it.
+    """Whether the request's states refuse the observation. For an unknown request: whether any states refuse it.
 
     Only the projections in `Gating.closed_fold` fold a refused event.
     """
     refused_rows: Mapping[int, Before] = MappingProxyType({})
-    """For a step: ordinal → states of a request before the step, if the step schedules it although these refuse that.
+    """For a step: ordinal → states before the step, for each life that is scheduled although its states refuse that.
 
     The step is folded anyway.
     """

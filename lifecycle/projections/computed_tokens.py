@@ -20,7 +20,7 @@ class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
 
     num_steps: Count = 0
     last_counts: dict[LifeOrdinal, SumOfTokens] = {}
-    """Ordinal → number of computed tokens when it was last set."""
+    """Ordinal → number of computed tokens that was set last."""
     decoding: dict[LifeOrdinal, SumOfTokens] = {}
     """Ordinal → computed tokens minus `num_steps`, for requests that decode one token per step."""
 

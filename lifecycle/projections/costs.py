@@ -1,8 +1,8 @@
 """The measured costs of loading a token from the host pool and of computing it, in nanoseconds per token.
 
-Both costs are measured from the log alone. Reports of loads contain their durations. The cost of computing is the
-least-squares slope of step duration over tokens, with its standard error. If loading costs more than computing, loads
-are not worth offering until a later load is faster. This module must not know the decisions that use the costs.
+Both costs are measured from the log alone. Each report of a load contains the load's duration. The cost of computing is
+the least-squares slope of step duration over tokens, with its standard error. If loading costs more than computing,
+loads are not worth offering until a later load is faster. This module must not know the decisions that use the costs.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ a prefix means holding its last key.
 The queue works like vLLM's queue of free blocks (`v1/core/block_pool.py`). A held leaf is not in the queue. When it is
 let go, it joins the queue at the end. When a leaf is evicted, its parent gets the leaf's place. When a leaf gets a
 child, the leaf loses its place, because the child will get a later one. A prefix therefore has one place, whatever its
-length. The order is as if every use made all chunks of a prefix the most recently used ones, and its last chunk the
-oldest of them.
+length. The order is as if every use moved all chunks of the prefix to the end of the queue one by one, beginning with
+the last chunk.
 
 A *ghost* is a node whose chunk is not in the pool. The ghost, or a node after it, has a holder: a save in flight that
 will add the chunk, or a preempted request that will come back for it. A ghost protects the chunks before it.
@@ -130,7 +130,7 @@ class Forest:
             self._num_more[parent] = self._num_more.get(parent, 0) + 1
 
     def let_go(self, key: bytes) -> None:
-        """Remove a holder of a node. If it was the last one, the node's prefix becomes the most recently used one."""
+        """Remove a holder of a node. If no holder remains, the node's prefix becomes the most recently used one."""
         num_left = self._num_holders.get(key, 1) - 1
         if num_left:
             self._num_holders[key] = num_left
@@ -169,9 +169,9 @@ class Forest:
             self._order.move_to_end(node)
 
     def _bearer(self, node: bytes | None) -> bytes | None:
-        """Return the node that has the place of this node: the node itself, or the last chunk before a ghost.
+        """Return the node that is queued for this node: the node itself, or for a ghost the last chunk before it.
 
-        Returns None if there is no such node, or if it is held.
+        Returns None if there is no such node, or if a holder keeps it out of the queue.
         """
         while node is not None and node not in self._committed and node not in self._num_holders:
             node = self._parent_of[node]

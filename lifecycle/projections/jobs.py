@@ -69,7 +69,7 @@ class Jobs(Projection):
 
     @property
     def late_ends(self) -> list[Copy]:
-        """Saves that were given up and that every rank has reported with the current report."""
+        """Saves that were given up earlier. With the current report, every rank has reported them."""
         return self._owed.late_ends
 
     def __len__(self) -> int:

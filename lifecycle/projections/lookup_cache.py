@@ -18,7 +18,7 @@ from kvledger.lifecycle.ranges import Count, Generation, Ordinal
 
 
 class CachedHit(msgspec.Struct, frozen=True, gc=False):
-    """Number of committed chunks of a request, from its first one on, and the versions of the inputs of this number."""
+    """Number of committed chunks of a request, from chunk 0 on, and the versions on which this number depends."""
 
     num_chunks: Count
     last_key: bytes

@@ -44,7 +44,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     unsent: dict[JobId, Issued] = {}
     """Job id → job that no worker has received."""
     reminders: dict[JobId, Reminder] = {}
-    """Job id → last reminder that no worker has received."""
+    """Job id → reminder about the job that no worker has received."""
     under_way: dict[JobId, None] = {}
     """Job ids of asynchronous copies that at least one rank has not reported."""
     ends: dict[LifeOrdinal, OwedEnds] = {}
@@ -128,7 +128,7 @@ class Owed(Projection):
         ]
 
     def reported_to_vllm(self, request_ids: Iterable[str]) -> tuple[int, ...]:
-        """Return the ordinals of lives of these requests whose end the workers were asked to report."""
+        """Return the ordinals of those lives of the requests for which the workers were asked to report an end."""
         to_report, ends = self.state.to_report, self.state.ends
         if not to_report:
             return ()

@@ -65,7 +65,7 @@ class SlotsState(msgspec.Struct, forbid_unknown_fields=True):
         )
         is_both = self.skipped and any(_run_of(self.skipped, slot) is not None for slot in (*free, *references))
         if not is_whole or not is_ascending or is_both:
-            raise ValueError("a slot of the host pool is in two places or in none")
+            raise ValueError("a slot of the host pool is stored more than once, or not at all")
 
 
 def _run_of(skipped: Sequence[tuple[int, int]], slot: int) -> int | None:
@@ -81,7 +81,7 @@ class HostSlots(Projection):
 
     1. freed slots, the last one freed first;
     2. slots that were never taken, ascending;
-    3. slots whose save failed, the earliest failure first, because the next save into a bad slot would fail, too.
+    3. slots whose save failed, the earliest failure first. They are last because saves into a bad slot fail again.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -150,7 +150,10 @@ class HostSlots(Projection):
         return True
 
     def release(self, slots: Sequence[int], *, failed: bool = False) -> None:
-        """Remove a reference from each slot. A slot without references is free. `failed`: a save into them failed."""
+        """Remove a reference from each slot. A slot without references is free.
+
+        `failed`: whether a save into the slots failed.
+        """
         references, free = self.state.references, self.state.failed if failed else self.state.free
         if len(slots) >= _MANY and _have_count_1(references, slots):
             deque(map(references.__delitem__, slots), 0)
@@ -305,7 +308,7 @@ class Pool(Projection):
         return [chunk for chunk, key in enumerate(keys, first_chunk) if key not in committed and key not in saving]
 
     def num_committed(self, keys: Sequence[bytes], start: int = 0) -> int:
-        """Return how many keys from the first on are committed without a gap. The first `start` must be committed."""
+        """Return how many of the first keys are committed without a gap. The first `start` keys must be committed."""
         committed, end = self.state.committed, len(keys)
         while start < end and keys[start] in committed:
             start += 1
@@ -314,7 +317,7 @@ class Pool(Projection):
     # --- room ----------------------------------------------------------------------------------
 
     def victims(self, num_slots: int, keys: Sequence[bytes], end_chunk: int) -> Victims:
-        """Return the chunks to evict to free this many slots. If that is impossible, return all that may leave.
+        """Return the chunks to evict to free this many slots. If that is impossible, return all chunks that may leave.
 
         Args:
             num_slots: slots needed beyond the free ones; if not positive, no chunk leaves.
@@ -533,7 +536,7 @@ class Pool(Projection):
         self._store(key, _packed(slots))
 
     def _completed(self, slots: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Replace missing slots by earlier slots of the chunk.
+        """Replace each missing slot (`NO_SLOT`) by the slot that the chunk already has for that page (`stored`).
 
         Returns None if a group without a window still lacks a page. A group with a window may lack pages that were
         outside the window when the chunk was saved.

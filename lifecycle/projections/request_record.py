@@ -66,9 +66,10 @@ class RequestRecord(msgspec.Struct):
     """Block table that the request lost since the last step; None if it lost none. The blocks keep their contents
     until the next step's forward pass."""
     window_freed_at: NumTokens | None = None
-    """Set by `window.left`: settled tokens up to which vLLM had freed pages outside the windows before that event.
+    """Set by `window.left`: before that event, vLLM had freed only pages that no window saw at this number of settled
+    tokens.
 
-    None if there was no such event since the last step. Pages that a window has left after that number of tokens are
+    None if there was no such event since the last step. Pages that a window has left after this number of tokens are
     intact until the next step's forward pass.
     """
     window_freed_before_step: NumTokens | None = None
@@ -97,7 +98,7 @@ class RequestRecord(msgspec.Struct):
     keys: list[bytes] = []
     """One key per chunk whose tokens are known, from chunk 0 on. A key hashes its chunk and all chunks before it."""
     num_chunks_handled: NumTokens = 0
-    """Number of first chunks that need no save in this generation: each is saved, was found saved, or was declined."""
+    """Chunks from chunk 0 on that need no save in this generation: each is saved, was found saved, or was declined."""
     tail: Tail | None = None
     """Set after a preemption, until the request computes again or the tokens of the tail are in doubt; else None."""
     num_local_tokens: NumTokens | None = None
@@ -119,9 +120,9 @@ class RequestRecord(msgspec.Struct):
         return self.request_id, self.ordinal, self.generation
 
     def next_deferral(self, job_id: int, *, is_shared: bool) -> int:
-        """Return the number of consecutive deferrals after another deferral, for this job.
+        """Return the number of consecutive deferrals, including a new deferral for this job.
 
-        With `is_shared`, another deferral for the same load does not count. Such a wait always ends: the load is
+        With `is_shared`, a further deferral for the same load does not count. Such a wait always ends: the load is
         reported or becomes overdue.
         """
         count = self.num_deferrals

@@ -1,4 +1,4 @@
-"""Sub-states of extensions, kept in `record.sub`. A sub-state moves before the phase to which it belongs."""
+"""Sub-states of extensions, kept in `record.sub`. A sub-state changes before the phase to which it belongs."""
 
 from __future__ import annotations
 

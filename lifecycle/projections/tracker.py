@@ -77,8 +77,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 class RequestTracker(Projection):
     """Keeps one record per request. An observation changes the record of the current life of its request id.
 
-    A decision that moves `phase`, `blocks` or `first` counts for one generation of a life. A quarantine, the count of
-    failed loads, and changes of the tail count for the whole life.
+    A decision that changes `phase`, `blocks` or `first` applies only to the generation that it names. A quarantine, the
+    number of failed loads, and changes of the tail apply to the whole life.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class RequestTracker(Projection):
     # --- moves ---------------------------------------------------------------------------------
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """Event class → fold: the marked methods. Other events that move states get a fold that only moves states."""
+        """Event class → fold: the marked methods. For other events that change states: a fold that does only that."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
         for event_class in self._tables.request_events:
             if any(map(self._moves, triggers_of(event_class))):
@@ -186,7 +186,7 @@ class RequestTracker(Projection):
             self._move(record, subject.trigger)
 
     def _move(self, record: RequestRecord, trigger: str) -> None:
-        """Move every region as the tables say."""
+        """Change the states in the record as the transition tables say."""
         tables = self._tables
         after = tables.after.get(trigger)
         if after is not None:

@@ -117,7 +117,7 @@ class Copies:
         return any(job.is_async and not job.is_load and not job.is_fenced for job in self.of_life(ordinal))
 
     def is_own(self, job: Copy) -> bool:
-        """Whether the request still holds blocks, and is in the generation of the job."""
+        """Whether the job's request holds blocks and is in the generation of the job."""
         life = self._lives.of(job.ordinal)
         return life is not None and life.generation == job.generation and life.blocks is not BlocksRegion.NONE
 

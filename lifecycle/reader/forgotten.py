@@ -1,4 +1,4 @@
-"""Removes entries about a request at chosen events, such as the end of a life. For checkers that do no more there."""
+"""Removes entries about a request at chosen events, such as the end of a life, so that checkers need not do it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Forgotten:
         self._entries: dict[type[e.Event], list[dict[str, Any]]] = {event_class: [] for event_class in _TURNS}
 
     def at(self, event_classes: Iterable[type[e.Event]], *entries: dict[str, Any]) -> None:
-        """Remove the request from these dicts at events of these classes. Change the dicts, never replace them."""
+        """Remove the request from these dicts at events of these classes. The caller must keep these dict objects."""
         for event_class in event_classes:
             self._entries[event_class] += entries
 

@@ -36,7 +36,7 @@ class StoredLives(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Lives:
-    """The present life of each request id, also by ordinal.
+    """The present lives of all request ids, by request id and by ordinal.
 
     The transition tables define how events move state and blocks. An event is legal if the tables have a row for it. If
     events are missing, lives continue as partial lives, and an event about an unknown request id begins a partial life.
@@ -71,11 +71,11 @@ class Lives:
         return iter(self._lives.values())
 
     def get(self, request_id: str) -> Life | None:
-        """Return the present life of a request id, for observations; None if there is none."""
+        """Return the present life of a request id; None if there is none. Observations are about this life."""
         return self._lives.get(request_id)
 
     def of(self, ordinal: int) -> Life | None:
-        """Return the life with this ordinal, for decisions; None after the life is over."""
+        """Return the life with this ordinal, which a decision names; None after the life is over."""
         return self._by_ordinal.get(ordinal)
 
     def in_generation(self, decision: e.RequestDecision) -> Life | None:
@@ -89,7 +89,10 @@ class Lives:
         return sum(life.state is not RequestState.FINISHED for life in self)
 
     def path_before_observation(self, life: Life) -> str:
-        """Return the life's path before the last observation; empty if the life began there or had no known path."""
+        """Return the life's path before the last observation.
+
+        Empty if the life began with that observation, or if the path was unknown.
+        """
         return life.path_before if life.moved_at == self._moment.cause else life.path
 
     def num_computed_tokens(self, life: Life) -> int:
@@ -213,7 +216,7 @@ class Lives:
     # --- after a gap -----------------------------------------------------------------------------
 
     def _met_late(self, event: e.RequestEvent, life: Life | None) -> Life | None:
-        """Return the life that an event is about, if events are missing. An event about an unknown id may begin one."""
+        """With missing events, return the life that an event is about. Begin the life if it is unknown."""
         if not isinstance(event, e.RequestDecision):
             return self._begin_late(event.request_id) if life is None else life
         if life is not None and NEVER < life.ordinal < event.ordinal:  # the id was used again while events are missing
@@ -343,7 +346,7 @@ class Lives:
 
     @property
     def stopped_extensions(self) -> Mapping[str, int]:
-        """Extension that was stopped → sequence number of that event."""
+        """Extension that was stopped → sequence number of the event that stopped it."""
         return self._sub_states.stopped
 
     @on(e.LoadFailed)
@@ -430,7 +433,7 @@ class Lives:
         life.is_state_known = True
 
     def _row(self, life: Life, num_computed_tokens: int) -> None:
-        """Compare the computed tokens in a row with the counted ones, which include this step if the life is steady."""
+        """Store the life's row of this step. Add it to `moved_rows` if it has more computed tokens than counted."""
         counted = self.num_computed_tokens(life) - (life.decoding_since != NEVER)
         if num_computed_tokens > counted:
             self._moment.moved_rows.append((life, counted, num_computed_tokens))

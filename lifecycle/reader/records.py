@@ -22,7 +22,7 @@ _OrNever = Annotated[int, msgspec.Meta(ge=NEVER, le=MAX_INT64)]
 class Spent(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Nanoseconds that a life spent in its states before it finished.
 
-    The time between two events counts for the state after the first one.
+    The time between two events counts for the state after the first event.
     """
 
     queued_ns: TimeNs = 0
@@ -67,7 +67,7 @@ class Life(msgspec.Struct, gc=False, eq=False):
     ordinal: Ordinal
     num_prompt_tokens: SumOfTokens
     num_tokens: SumOfTokens
-    """Number of prompt and output tokens, from the last event that has it. A rollback does not reduce it below the
+    """Number of prompt and output tokens, from the last event with this number. A rollback does not reduce it below the
     computed tokens."""
     state: RequestState = RequestState.NEW
     sub_state: str = ""
@@ -206,7 +206,10 @@ class Copy(msgspec.Struct, gc=False):
     epoch: Count
     """Number of cache resets before the copy was issued."""
     since_step: Count
-    """Number of steps when the copy was issued, or when the workers were reminded of it or first asked about it."""
+    """Number of steps when the copy was issued, a step last had to wait for it, or workers were first asked about it.
+
+    The latest of these counts.
+    """
     since_ns: TimeNs
     leaves_out: bool = False
     """Whether the copy leaves out pages because of windows."""

@@ -43,7 +43,7 @@ class StoredState(msgspec.Struct, forbid_unknown_fields=True):
         return cls(*_fingerprints(owner, type(state)), msgspec.Raw(_encode(state)))
 
     def state_for(self, owner: object, kind: type[_State], *, trusts_other_code: bool) -> _State:
-        """Return the stored state, for an owner of the same class.
+        """Return the stored state for `owner`. An owner of the same class must have stored it.
 
         Raises:
             NotResumable: the owner's state has another layout, or other code stored the state and is not trusted.

@@ -68,7 +68,7 @@ class Play:
         self.block_ids = tuple(range(1, 1 + 4 * len(configuration.windows)))
 
     def run(self, state: RequestState, observed: Observed) -> None:
-        """Run the scenario with a request in this state. Before that, another request with the same prompt is saved."""
+        """Run the scenario with request `a` in this state, after another request with the same prompt has ended."""
         self._reach("before", RequestState.FINISHED)
         self.report()
         self._reach("a", state)

@@ -1,7 +1,7 @@
 """Keep I/O errors from the engine: frames that cannot be written wait in memory, in order, up to a limit.
 
-- By default, each append writes its frame itself. While frames are waiting, an append adds its frame to them. It tries
-  to write all of them if enough time has passed since the last attempt.
+- By default, each append writes its frame itself. While frames are waiting, an append adds its frame to them. If
+  enough time has passed since the last attempt, the append then tries to write all waiting frames.
 - With `writes_alone`, an append writes only a frame that takes a single write. A thread writes all other frames, and
   retries even while the engine is idle. While frames are waiting, only the thread writes. An append waits for the
   thread at most `max_wait_ms`, and only if no other frame was waiting.
@@ -52,9 +52,9 @@ class _Waiting:
 class BacklogEventStore:
     """An `EventStore` that wraps another store. `append`, `append_gap`, `flush` and `close` never raise `OSError`.
 
-    `on_trouble(error, num_events_backlogged)` is called after each failed attempt to write. It also gets a
-    `TimeoutError` if an append waited `max_wait_ms` without success. After errors,
-    `on_written_again(num_events_written, num_events_lost)` is called as soon as no frame is waiting. Its numbers count
+    `on_trouble(error, num_events_backlogged)` is called after each failed attempt to write. It is also called, with a
+    `TimeoutError`, if an append waited `max_wait_ms` without success. After errors,
+    `on_written_again(num_events_written, num_events_lost)` is called as soon as no frame is waiting. Both numbers count
     from the first error. Neither function may raise. With `writes_alone`, another thread may call the functions.
     """
 

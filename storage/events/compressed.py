@@ -9,15 +9,15 @@ offset bytes field
 ====== ===== ======================================================================================
 0      4     marker ``C1 4B 56 5A``, compared exactly; a reader searches for it after damaged bytes
 4      4     CRC-32C of the next 20 bytes
-8      8     offset in the segment of the block's first byte
+8      8     offset of the block's first byte in the segment
 16     4     bytes that the block expands to
 20     4     bytes of the zlib stream
 24     4     CRC-32C of the zlib stream
 28     ...   zlib stream; no bytes in the empty block
 ====== ===== ======================================================================================
 
-A log may come from an untrusted source. A block is therefore refused if it states more than `MAX_BLOCK_BYTES`, and it
-is not expanded beyond the size that it states.
+A log may come from an untrusted source. A block that states a larger size than `MAX_BLOCK_BYTES` is therefore refused.
+No block is expanded beyond the size that it states.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class _Piece(msgspec.Struct, frozen=True, gc=False):
     crc: int = 0
     """CRC-32C of the zlib stream."""
     trouble: str = ""
-    """Why no block covers these bytes. Empty: a block does."""
+    """Why no intact block covers these bytes. Empty: these bytes are an intact block."""
 
 
 class SegmentBlocks:
     """The blocks of one file. One block at a time is expanded. `num_bytes` is the file's uncompressed size."""
 
     def __init__(self, descriptor: int, first_at: int, num_stored: int) -> None:
-        """Read all block headers of the file. The first is at byte `first_at`. The file has `num_stored` bytes."""
+        """Read all block headers of a file of `num_stored` bytes. The first header is at byte `first_at`."""
         self._descriptor = descriptor
         self._first_at = first_at
         self._num_stored = num_stored
@@ -90,7 +90,7 @@ class SegmentBlocks:
         """The uncompressed bytes of `_piece`, or why they cannot be read."""
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return up to `num_bytes` bytes from `offset` on, at most to the end of the block; empty if it is damaged."""
+        """Return up to `num_bytes` bytes from `offset` on, until the block ends. Empty if the block is damaged."""
         if offset < self._header_end:
             return os.pread(self._descriptor, min(num_bytes, self._header_end - offset), offset)
         self._seek(offset)
@@ -98,7 +98,7 @@ class SegmentBlocks:
         return self._expanded[start : start + num_bytes] if isinstance(self._expanded, bytes) else b""
 
     def trouble_at(self, offset: int) -> str:
-        """Return why no intact block covers `offset`. Empty if one does, or if `offset` is after the last block."""
+        """Return why no intact block covers `offset`. Empty if a block covers it, or if it is after the last block."""
         if not self._header_end <= offset < self.num_bytes:
             return ""
         self._seek(offset)
@@ -181,8 +181,8 @@ def compress_segment(
 
     Args:
         segment: path of the segment. Its writer must have finished with it.
-        replacing: context manager that is entered while the file is replaced. A segment that was deleted before that
-            stays deleted.
+        replacing: context manager that is entered while the file is replaced. A segment that was deleted before the
+            replacement stays deleted.
         goes_on: called for each block. If it returns False, compression stops and the segment is unchanged.
 
     Raises:
@@ -244,9 +244,9 @@ def _end_of_frames(data: bytes) -> int:
 
 
 def _next_block(descriptor: int, at: int, minimum_offset: int = 0) -> _Piece | None:
-    """Return the first intact block at or after byte `at` of the file that begins at or after `minimum_offset`.
+    """Return the first intact block at or after byte `at` of the file; None: there is none.
 
-    `minimum_offset` is an offset in the uncompressed segment. None: there is no such block.
+    Blocks that begin before `minimum_offset` in the uncompressed segment are skipped.
     """
     block = _decode_block(descriptor, at)
     if isinstance(block, _Piece) and block.start >= minimum_offset:
@@ -279,10 +279,10 @@ def _decode_block(descriptor: int, at: int) -> _Piece | str:
     if marker != _MARKER or header_crc != crc32c(data[_CRC_COVERS_FROM:]):
         return "there is no intact block header"
     if num_bytes > MAX_BLOCK_BYTES or offset > _MAX_OFFSET:
-        return f"there is a block that states {num_bytes} bytes from offset {offset} on, over the limit; not expanded"
+        return f"there is a block that states {num_bytes} bytes at offset {offset}, over the limit; not expanded"
     if num_stored > num_bytes + (num_bytes >> 9) + 64:  # more than zlib makes of so many
         return (
-            f"there is a block that states {num_stored} compressed bytes for {num_bytes} uncompressed ones, more than "
-            "possible; not expanded"
+            f"there is a block that states {num_stored} compressed bytes for {num_bytes} uncompressed bytes, more "
+            "than compression can make of them; not expanded"
         )
     return _Piece(offset, offset + num_bytes, at + _HEADER.size, num_stored, crc)

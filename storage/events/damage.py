@@ -28,12 +28,12 @@ DAMAGE_KINDS: Final[dict[DamageKind, str]] = {
     "frames in this block are lost, the frames in other blocks are read",
     "sequence_gap": "frames are missing within a segment, but no byte is damaged",
     "chain_broken": "an intact frame or header does not continue the frame before it, so this log's writer did not "
-    "write one of the two at this place; a frame that a later frame contradicts is left out",
+    "write both of them in these places; a frame that a later frame contradicts is left out",
     "corrupt_header": "a segment's header is damaged; if one of its two copies is intact, the reader uses this copy; "
     "if not, the reader searches for frames after the header",
     "cut_segment": "frames are missing at the end of a segment that is not the last one, but no byte is damaged",
     "missing_segment": "no segment has these sequence numbers, and no record says that they were retired",
-    "misplaced_segment": "a segment of another log, or a segment whose file name is not the one in its header; the "
+    "misplaced_segment": "a segment of another log, or a segment whose file name does not match its header; the "
     "reader leaves it out",
 }
 """Kind → its meaning."""
@@ -66,5 +66,5 @@ class Damage:
 
 
 def sequences(first: int, end: int) -> str:
-    """Return a text that names the sequence numbers from `first` to the one before `end`."""
+    """Return a text that names the sequence numbers `first` to `end - 1`."""
     return f"sequence {first}" if end == first + 1 else f"sequences {first} to {end - 1}"

@@ -51,7 +51,7 @@ class RecordedEnd:
 
     @property
     def end_sequence(self) -> int:
-        """Sequence number after the last event that is known to be accepted."""
+        """Sequence number after the last event that the writer is known to have accepted."""
         return max(self.next_sequence + self.num_unwritten, self.expected_sequence or 0)
 
 

@@ -112,9 +112,9 @@ def read_ending(directory: Path) -> LogEnding:
 def glance_at_ending(directory: Path) -> LogEnding:
     """Return how the log ended, from its end record alone if possible, else with the slower `read_ending`.
 
-    The end record is enough if the log is being written. It is also enough if its segment exists and it counts no
-    unwritten events. Frames that were cut off after the end record was written are then not noticed. `read_ending`
-    takes a second or more.
+    The end record is enough if the log is being written. It is also enough if the segment that it names exists, and if
+    it counts no unwritten events. Frames that were cut off after the end record was written are then not noticed.
+    `read_ending` takes a second or more.
     """
     recorded = read_end_record(directory)
     was_open = is_being_written(directory)
@@ -199,7 +199,7 @@ def _missing_events(next_sequence: int, recorded: RecordedEnd) -> MissingEnd | N
 def _waiting(recorded: RecordedEnd) -> str:
     if not recorded.num_unwritten:
         lost = _from_to(recorded.next_sequence, recorded)
-        return f"the writer had recorded {lost} when it closed the log, but never wrote them"
+        return f"the writer had recorded {lost} when it closed the log, but they never reached the log"
     return f"{_from_to(recorded.next_sequence, recorded)} could not be written: {recorded.reason}"
 
 

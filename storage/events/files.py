@@ -158,7 +158,7 @@ def opened_directory(directory: Path, expected: os.stat_result) -> Iterator[int]
 
 
 def remove_in(descriptor: int, path: Path) -> None:
-    """Remove the file named like `path` from the directory of `descriptor`. Raises `OSError` with the whole path."""
+    """Remove the file named `path.name` from the directory of `descriptor`. Raises `OSError` with the whole path."""
     try:
         os.unlink(path.name, dir_fd=descriptor)
     except OSError as error:
@@ -208,7 +208,7 @@ def links_in(directory: Path) -> list[Path]:
 
 
 def _leads_to(link: Path, names: Mapping[str, bool]) -> bool:
-    """Whether `link` leads to an entry of `names` that is not a link. `names` is name → whether it is a link."""
+    """Whether `link` leads to an entry of `names` that is no link. `names` is entry → whether the entry is a link."""
     try:
         return names.get(str(link.readlink()), True) is False
     except OSError:
@@ -287,7 +287,7 @@ def make_directory(directory: Path, *, durable: bool, mode: int = _DIRECTORY) ->
 
 
 def sync_directory(directory: Path) -> None:
-    """Sync the file names in `directory` to disk, not the files. Raises `OSError`."""
+    """Sync the file names in `directory` to disk, but not the files' contents. Raises `OSError`."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -154,7 +154,7 @@ def parse_frame(data: bytes, offset: int) -> Frame | str:
         return f"{num_left} bytes are too few for a frame header of {FRAME_HEADER_BYTES} bytes"
     marker, crc, num_payload_bytes, kind, first_sequence, num_events, chain_hash = _unpack_header(data, offset)
     if marker != FRAME_MARKER:
-        return f"there is no frame marker but {marker.hex()}"
+        return f"{marker.hex()} is not a frame marker"
     end = offset + FRAME_HEADER_BYTES + num_payload_bytes
     if end > len(data):
         return f"according to its header, the frame ends {end - len(data)} bytes after the end of the file"

@@ -1,6 +1,6 @@
 """A log that cannot begin yet because the disk is full. Every append first tries to begin the log.
 
-Wrapped in a `BacklogEventStore`, the events wait in memory until the log begins.
+Wrap this store in a `BacklogEventStore`, so that events wait in memory until the log begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LateEventStore"]
 class LateEventStore:
     """An `EventStore` that is empty until it can create its log.
 
-    Each append calls `begin`, until it returns the store of the new log. While the disk is full, `begin` raises
+    Each append calls `begin`, until a call returns the store of the new log. While the disk is full, `begin` raises
     `OSError`.
     """
 

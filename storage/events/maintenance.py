@@ -39,9 +39,9 @@ class SnapshotMaker(Protocol):
     """Makes the missing snapshots of a log."""
 
     def make(self, directory: Path) -> None:
-        """Make the missing snapshots of the log in `directory`, except where this is impossible. Never raises.
+        """Make the missing snapshots of the log in `directory`. Leave out those that cannot be made. Never raises.
 
-        Returns when all of them are made.
+        Returns when the snapshots are made.
         """
 
     def stop(self) -> None:
@@ -56,8 +56,8 @@ class Maintenance:
     after the next `start`.
 
     With `snapshots`, retention keeps a segment until the next segment has its snapshot. It stops waiting before the
-    logs exceed `max_bytes` by more than `MAX_EXCESS_SEGMENTS` segments, or when they exceed `max_age_seconds` by more
-    than an hour. If retention waits for a snapshot of a closed log, the snapshots of that log are made.
+    logs exceed `max_bytes` by more than `MAX_EXCESS_SEGMENTS` segments, or when the segment exceeds `max_age_seconds`
+    by more than an hour. If retention waits for a snapshot of a closed log, `snapshots` makes that log's snapshots.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Maintenance:
                 self._on_trouble(error)
 
     def _retire_waiting(self, snapshots: SnapshotMaker, directory: Path) -> None:
-        """Retire segments whose snapshots were waited for. Make the snapshots of closed logs that retention needs."""
+        """Retire segments that had to wait for a snapshot. Make the snapshots of closed logs that retention needs."""
         given_up: set[Path] = set()
         while not self._is_stopped:
             waits_for = self._retire(directory, given_up)
@@ -165,7 +165,7 @@ class Maintenance:
             given_up.add(waits_for)
 
     def _retire(self, directory: Path, given_up: Collection[Path] = (), *, waits: bool = True) -> Path | None:
-        """Retire segments. Return the directory of the log whose snapshot is waited for; None: no snapshot is.
+        """Retire segments. Return the directory of the log for whose snapshot retention waits. None: it does not wait.
 
         `given_up` has the directories of logs whose snapshots cannot be made. Without `waits`, retention waits for no
         snapshot.

@@ -5,7 +5,7 @@ yielded, in order, and each sequence number at most once. Memory holds one frame
 
 The reader verifies CRCs, sequence numbers and chain hashes. It also verifies that each segment belongs to this log and
 has the file name that its header states. It does not verify what payloads mean, or whether somebody rewrote the whole
-log. To detect the latter, compare `head_hash` with a hash that was recorded outside the log.
+log. To detect a rewritten log, compare `head_hash` with a hash that was recorded outside the log.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class LogReader:
     path: Path
     from_sequence: int = 1
     settle_seconds: float = 0.005
-    """Seconds before an incomplete last frame is read again, because the writer may be about to complete it."""
+    """Seconds to wait before an incomplete last frame is read again, because the writer may be about to complete it."""
     header: dict[str, object] = attrs.field(factory=dict, init=False)
     damage: list[Damage] = attrs.field(factory=list, init=False)
     next_sequence: int = attrs.field(default=1, init=False)
     head_hash: bytes | None = attrs.field(default=None, init=False)
     chain_hash: bytes | None = attrs.field(default=None, init=False)
-    """Chain hash that the next frame must continue: `head_hash`, or the hash of a segment header after it. None:
-    unknown."""
+    """Chain hash that the next frame must continue: `head_hash`, or the hash of a segment header that was read after
+    the last frame. None: unknown."""
     tail: tuple[Path, int] | None = attrs.field(default=None, init=False)
     """The last segment that has an intact header, and the offset after the segment's last intact frame."""
     place: tuple[str, int] = attrs.field(default=("", 0), init=False)
@@ -121,7 +121,7 @@ class LogReader:
     # --- segments ----------------------------------------------------------------------------------------------------
 
     def _list_segments(self) -> None:
-        """List the segments of this log whose names are those in their headers. Raises `LogTooNew` and `OSError`."""
+        """List the segments of this log, except files with a wrong name. Raises `LogTooNew` and `OSError`."""
         if not self.path.is_dir():
             self._segments = [self.path]
             self._read_header(self.path)
@@ -155,7 +155,7 @@ class LogReader:
         return first_sequence_of(segment) if header is None else header.first_sequence
 
     def _misplaced(self, segment: Path) -> str:
-        """Return why a file is not a segment of this log. Empty if it is one, or if its header cannot be read."""
+        """Return why a file is not a segment of this log. Empty if it is, or if its header cannot be read."""
         header = self._header_of(segment)
         if header is None:
             return ""
@@ -255,7 +255,7 @@ class LogReader:
         before = None if self.tail is None else self._header_of(self.tail[0])
         numbers = [None if each is None else each.segment_number for each in (before, header)]
         if self.tail is not None and numbers[0] is not None and numbers[1] == numbers[0] + 1:
-            detail = f"cut at the end of a frame: {lost}, but by the segments' numbers, no whole segment is missing"
+            detail = f"cut at the end of a frame: {lost}, but the segments' numbers show that no segment is missing"
             self._report("cut_segment", self.tail[0], self.tail[1], detail, 0)
             return
         self._report("missing_segment", segment, 0, f"{lost}, and no record says that they were retired", 0)
@@ -300,7 +300,7 @@ class LogReader:
 
         A frame is credible if it continues the frame that was read last. Any other frame is credible if both are true:
 
-        - Its sequence number is before that of the next segment.
+        - Its sequence number is smaller than the first sequence number of the next segment.
         - The frame or segment header directly after it does not contradict it.
         """
         while (found := data.find_frame(offset, self.next_sequence, self._limit)) is not None:
@@ -357,7 +357,7 @@ def read_log(path: Path, *, from_sequence: int = 1) -> LogReader:
 
 
 def traces_of_log(directory: Path) -> str:
-    """Return a text about the segments that a directory without segments once had, for a message.
+    """Describe, for a message, the segments that a directory without segments once had.
 
     The text is from the end record or the record of retirements. It is empty if neither names a segment, or if the
     whole log was retired. Raises `OSError`.

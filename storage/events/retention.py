@@ -5,8 +5,8 @@ time since the last write to it. Only files that belong to a log are deleted. Ea
 happens (see `retirements`). If a full disk has no room for the record, the deletion is recorded directly afterwards.
 
 After a log's oldest segment is deleted, readers begin with the snapshot of the next segment. If snapshots are made,
-retention waits for that snapshot up to a limit (`SnapshotWait`). Beyond the limit, the segment is deleted without it.
-The record then states that the events up to the next snapshot cannot be verified.
+retention waits for that snapshot up to a limit (`SnapshotWait`). Beyond the limit, the segment is deleted although
+the snapshot is missing. The record then states that the events up to the next snapshot cannot be verified.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SnapshotWait:
     excess_seconds: float = 0.0
     """The segment is kept as long as it exceeds the age limit by at most this many seconds."""
     given_up: Collection[Path] = ()
-    """Directories of logs whose missing snapshots cannot be made. Retention does not wait for these."""
+    """Directories of logs whose missing snapshots cannot be made. Retention does not wait for these snapshots."""
     waits_for: Path | None = None
     """Set by retention: directory of the log whose snapshot is missing. None: retention did not wait for a snapshot."""
 
@@ -124,7 +124,7 @@ class _Log:
 
     directory: Path
     status: os.stat_result
-    """Status of the directory. Files are deleted only in the directory with this status, even if its name changes."""
+    """Status of the directory. If another directory has taken its name, no file is deleted there."""
     may_vanish: bool
     segments: deque[Path]
 
@@ -138,7 +138,10 @@ class _Log:
 
     @property
     def is_rest_verifiable(self) -> bool:
-        """Whether the log can be read without its oldest segment. False if the next segment has no intact snapshot."""
+        """Whether the log can be verified without its oldest segment.
+
+        False if the next segment has no intact snapshot.
+        """
         return len(self.segments) == 1 or has_snapshot(self.segments[1])
 
     def describe_oldest(self, reason: RetirementReason, now_unix_ns: int, *, is_rest_verifiable: bool) -> Retirement:
@@ -217,16 +220,16 @@ def retire_logs(
 ) -> list[Retirement]:
     """Retire the oldest segments of all logs in `log_dir` until the logs together are within both limits.
 
-    A closed log is deleted completely with its last segment; the record is in `log_dir`. `in_use` is the log that the
-    caller writes, and keeps its last segment. Logs that other processes write keep all segments, but count towards the
-    limits.
+    A closed log is deleted completely with its last segment. The record of this retirement is in `log_dir`. `in_use` is
+    the log that the caller writes, and keeps its last segment. Logs that other processes write keep all segments, but
+    count towards the limits.
 
     Logs with a damaged header are skipped. Logs that cannot be read or deleted are reported to `on_trouble` and
-    skipped. Without `wait`, retention waits for no snapshot. Returns the retired segments, or with `dry_run` those that
-    would be retired.
+    skipped. Without `wait`, retention waits for no snapshot. Returns the retired segments; with `dry_run`, the segments
+    that would be retired.
 
     Raises:
-        LogDamaged: every log that could be retired was skipped, the last one because of a damaged header.
+        LogDamaged: every log that could be retired was skipped. The log that was skipped last has a damaged header.
         OSError: `log_dir` itself cannot be read.
     """
     judge = _over_limits(max_bytes, max_age_seconds, wait)
@@ -397,6 +400,6 @@ def _size(path: Path) -> int:
 
 
 def _bytes_of(directory: Path) -> int:
-    """Return the bytes of a log. Its records do not count, because retention does not make them smaller."""
+    """Return the bytes of a log, without `retired.jsonl` and `log.end`, which retention does not make smaller."""
     files = (file for pattern in _PARTS_OF_A_LOG for file in directory.glob(pattern))
     return sum(_size(file) for file in files if file.name not in _RECORDS)

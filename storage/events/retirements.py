@@ -185,10 +185,10 @@ def retired_between(
 
 
 def last_retirement(directory: Path) -> Retirement | None:
-    """Return the retirement of a log's newest segment from the record in the log's own directory; None: not there.
+    """Return the retirement of a log's newest segment if the log's own directory has a record of it, else None.
 
-    An entry there means that the whole log was retired. It exists only if the disk was so full that the entry could
-    not be written into the record of the directory above.
+    Such a record means that the whole log was retired. It exists only if the disk was too full for a record in the
+    directory above.
     """
     ended = read_end_record(directory)
     if ended is None:

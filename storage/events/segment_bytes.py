@@ -159,7 +159,7 @@ class SegmentBytes:
     def frames(
         self, offset: int, sequence: int | None = None, chain_hash: bytes | None = None
     ) -> Iterator[tuple[int, Frame]]:
-        """Yield the frames from `offset` on with their offsets, up to the first that is not intact or does not follow.
+        """Yield the frames from `offset` on, with their offsets. Stop at a frame that is not intact or does not follow.
 
         A frame follows if its sequence number and its chain hash continue the frame before. The first frame must begin
         with event `sequence` and continue `chain_hash` (16 bytes); None: not checked.
@@ -173,7 +173,7 @@ class SegmentBytes:
             sequence, chain_hash = frame.first_sequence + frame.num_events, frame.chain_hash
 
     def ends_with_whole_frame(self, offset: int) -> bool:
-        """Whether the frame header at `offset` states a frame that ends with the file, and no zeros are at its end.
+        """Whether, by its header, the frame at `offset` ends where the file ends, and the file does not end with zeros.
 
         Such a frame was written completely. An interrupted write leaves a shorter file, and a power cut leaves zeros.
         """

@@ -215,7 +215,7 @@ def segment_name(first_sequence: int) -> str:
 
 
 def first_sequence_of(segment: Path) -> int | None:
-    """Return the sequence number in the file name of a segment; None: the name is not one of a segment."""
+    """Return the sequence number in a segment's file name; None if the file is not named like a segment."""
     match = _NAME.fullmatch(segment.name)
     return int(match[1]) if match else None
 

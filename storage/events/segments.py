@@ -253,7 +253,7 @@ class SegmentEventStore:
         return first_sequence
 
     def _prepare(self) -> None:
-        """Check that the log is open and was synced, and undo failed writes. Most appends do not need this."""
+        """Check that the log is open and no sync has failed. Undo failed writes. Most appends do not need this."""
         self._check_open()
         if self._rollback_pending:
             self._roll_back()
@@ -308,7 +308,7 @@ class SegmentEventStore:
     ) -> None:
         """Write the end record. Failures are ignored, because readers do not need the record.
 
-        With `num_unwritten` None, the recorded number is reduced by the events written since.
+        If `num_unwritten` is None, the recorded number is kept, less the events written since the last record.
         """
         _, next_sequence, _, head_hash = self._end
         recorded = self._record.recorded

@@ -160,5 +160,8 @@ def _not_of_this_log(path: Path, snapshot: Snapshot, log_id: str) -> str:
         return f"{path.name}: {error}"
     its_place = (header.log_id, header.first_sequence - 1, header.previous_head_hash)
     if its_place != (log_id, snapshot.sequence, snapshot.chain_hash):
-        return f"{path.name}: foreign, because its segment does not follow event {snapshot.sequence} with the same hash"
+        return (
+            f"{path.name}: foreign, because the segment's header does not name the snapshot's event "
+            f"{snapshot.sequence} and chain hash"
+        )
     return ""

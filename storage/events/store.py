@@ -93,7 +93,7 @@ class EventStore(Protocol):
         """
 
     def append_gap(self, num_events: int, reason: str) -> int:
-        """Append a GAP frame in place of `num_events` events that could not be written, with the reason.
+        """Append a GAP frame, with `reason`, in place of `num_events` events that could not be written.
 
         Returns and raises like `append`.
         """

@@ -40,7 +40,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 @attrs.frozen
 class _EqualRuns:
-    """Runs of bytes that have the same length, and equal distances in a block and in a slot.
+    """Runs of bytes of equal length, at equal distances in each block, and at equal distances in each slot.
 
     The arrays have the shapes `[blocks, runs, bytes]` and `[slots, runs, bytes]`.
     """
@@ -63,7 +63,7 @@ class CpuCopy(Future[CopyResult]):
     """A copy that has ended, or that a thread will finish."""
 
     def precede(self) -> None:
-        """See `PendingCopy.precede`. The caller waits, because the CPU has no queue."""
+        """See `PendingCopy.precede`. The caller waits for the copy, because the CPU has no queue."""
         wait([self])
 
 
@@ -180,7 +180,7 @@ def _equal_runs(layout: BlockLayout, pool: HostPool) -> list[_EqualRuns]:
 
 
 def _continues(runs: Sequence[BlockRun], run: BlockRun) -> bool:
-    """Whether `run` continues the series `runs`: its memory, size, stride and distance are those of the series."""
+    """Whether `run` continues the series `runs`, with the same memory, size and stride, and at the same distance."""
     last = runs[-1]
     return (
         run.storage.data_ptr() == last.storage.data_ptr()
@@ -196,7 +196,8 @@ def _continues(runs: Sequence[BlockRun], run: BlockRun) -> bool:
 def _over(memory: _Bytes, count: int, stride: int, offsets: Sequence[int], num_bytes: int) -> _Bytes:
     """Return a view of `memory` with the shape `[count, len(offsets), num_bytes]`.
 
-    `stride` is the distance in bytes of the first dimension. `offsets` must be at equal distances.
+    `stride` is the distance in bytes between entries of the first dimension. `offsets` must be equally
+    spaced.
     """
     step = offsets[1] - offsets[0] if len(offsets) > 1 else num_bytes
     return np.ndarray((count, len(offsets), num_bytes), np.uint8, memory, offsets[0], (stride, step, 1))

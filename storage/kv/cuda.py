@@ -45,7 +45,7 @@ _Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @attrs.frozen
 class PendingCudaCopy:
-    """A copy. After it is enqueued, it has a CUDA event before and one after the copying. An empty copy has none."""
+    """A copy. When it is enqueued, CUDA events are recorded directly before and after it, but not for an empty copy."""
 
     _given: Future[_Events | None]
     _device: torch.device
@@ -98,7 +98,7 @@ class CudaCopyEngine:
             not, they run on the caller's stream.
         batched_copy: A function that copies contiguous runs. It is used if the runs are long enough and the pool is
             pinned. None: not used.
-        batched_from_bytes: Mean length of a block's runs, in bytes, from which `batched_copy` is used.
+        batched_from_bytes: Smallest mean length of a block's runs, in bytes, for which `batched_copy` is used.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class CudaCopyEngine:
         writes_slots: bool,
         before: torch.cuda.Event | None = None,
     ) -> None:
-        """Enqueue a copy on `stream`, after the CUDA event `before`. Set the result of `given` to its CUDA events."""
+        """Enqueue a copy on `stream`, after the CUDA event `before`. `given` gets the CUDA events around the copy."""
         try:
             events = (_event(is_timed=True), _event(is_timed=True))
             # Inference mode is per thread in torch, and tensors created inside it can be written only inside it.

@@ -4,8 +4,8 @@
   addresses to the GPU's copy engines in one call. No kernel runs, so the model can use all of the GPU's cores.
 - `StagedMover` gathers blocks with one kernel for all layers (`rows.py`). The kernel writes into a buffer on the device
   that has the layout of host slots. Consecutive slots are then one contiguous transfer. Many small transfers would take
-  more time to launch than to run. Only contiguous memory is transferred, because torch copies a strided host tensor
-  through a temporary tensor, for which a non-blocking copy does not wait.
+  more time to launch than to run. Only contiguous memory is transferred. For a strided host tensor, torch would use
+  a temporary tensor, and a non-blocking copy would not wait until the temporary tensor is filled.
 
 Both enqueue their work on the current stream, where it runs in order. To be testable without a GPU, both also work on
 CPU tensors, slowly.
@@ -80,7 +80,7 @@ class BatchedMover:
 
 @attrs.frozen
 class _Gathered:
-    """All runs of the same length in one allocation, as rows of the allocation and as rows of the staging buffer."""
+    """All runs with the same length and allocation: as rows of the allocation, and as rows of the staging buffer."""
 
     device: Rows
     staged: Rows
@@ -89,7 +89,7 @@ class _Gathered:
 class StagedMover:
     """Gathers and scatters blocks on the layout's device, through a staging buffer.
 
-    Create the object while the stream on which it is to run is the current stream.
+    Create the mover while the stream that it will use is the current stream.
     """
 
     def __init__(self, layout: BlockLayout, pool: HostPool, *, staging_bytes: int = STAGING_BYTES) -> None:

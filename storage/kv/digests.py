@@ -1,4 +1,4 @@
-"""64-bit digests of blocks, over the bytes of all layers, and of slots.
+"""64-bit digests of slots and of blocks. The digest of a block covers its bytes in all layers.
 
 A block and the slot that it was copied to have equal digests. Digests of blocks are computed on the device, and only
 the digests leave the device. Reordered bytes change a digest. Digests detect accidental changes, but not attacks,
@@ -56,9 +56,9 @@ class PageDigests:
 def _digested(runs: Sequence[torch.Tensor], ids: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
     """Return the digests of the rows `ids`. Each tensor of `runs` has a part of every row.
 
-    The digest of a part is the sum of its words. Before the sum, each word is mixed with an odd weight that depends on
-    the word's place. A changed word therefore changes the sum. Two swapped words change the sum, too, except for one
-    pair of places in 2^32. The digests of the parts are mixed in the order of `runs`.
+    Each word of a part is mixed with an odd weight that depends on the word's place. The mixed words are added up. If
+    one word changes, the sum changes. If two words are swapped, the sum changes, too, except for one pair of places in
+    2^32. A row's digest mixes the sums of its parts in the order of `runs`.
     """
     parts = []
     for first in range(0, len(ids), _BLOCKS_AT_ONCE):

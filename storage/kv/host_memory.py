@@ -149,7 +149,7 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file. None: the file is missing, or has no number but "max", for example."""
+    """Return the number in a file. None: the file is missing or has no number, for example "max"."""
     text = _text(path).strip()
     return int(text) if text.isdecimal() else None
 

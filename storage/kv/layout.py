@@ -3,8 +3,8 @@
 In this module, a *page* is the memory of one block in one layer. A page consists of one or more contiguous runs of
 bytes (`PageSegment`). From block to block, each run is at a fixed distance (stride). Only bytes are described, so this
 covers every dtype and these memory layouts: K and V together or apart, NHD and HND, MLA, and all layers of a block side
-by side. Pages are copied completely, because some attention backends interleave the tokens of a block. A part of a page
-is therefore not the KV of certain tokens.
+by side. Pages are copied completely. Some attention backends interleave the tokens of a block, so no part of a page
+belongs to particular tokens.
 
 This module knows tensors and block ids. It must not know requests, chunks, tokens or any vLLM class.
 """
@@ -29,7 +29,7 @@ MAX_SEGMENTS_PER_BLOCK = 4096
 class PageSegment:
     """One contiguous run of bytes of a page.
 
-    In the layer's storage, it starts at byte `offset_bytes + block_id * block_stride_bytes`.
+    In the layer's storage, the run starts at byte `offset_bytes + block_id * block_stride_bytes`.
     """
 
     offset_bytes: int
@@ -73,7 +73,7 @@ class BlockRun:
         return self.address - self.storage.data_ptr()
 
     def touches(self, other: BlockRun) -> bool:
-        """Whether the run `other` begins in memory where this run ends, for every block."""
+        """Whether, in every block, the run `other` begins directly after this run in memory."""
         return (
             self.storage.data_ptr() == other.storage.data_ptr()
             and self.address + self.num_bytes == other.address
@@ -293,7 +293,7 @@ def _block_axis(layer_name: str, tensor: torch.Tensor, num_blocks: int, block_di
 def _refuse_overlap(layer_name: str, tensor: torch.Tensor, dimensions: list[_Dimension], item_bytes: int) -> None:
     """Raise `LayoutUnsupported` if elements overlap.
 
-    They do not if each stride is at least as large as the span of all dimensions with smaller strides.
+    Elements do not overlap if each stride is at least as large as the span of all dimensions with smaller strides.
     """
     span_bytes = item_bytes
     for dimension in sorted(dimensions, key=lambda d: d.stride_bytes):

@@ -46,10 +46,10 @@ class Rows:
         row_bytes: int,
         element: torch.dtype,
     ) -> Rows:
-        """Make rows of `row_bytes` bytes, of which some begin at byte `starts[i] + index * strides[i]` of `memory`.
+        """Make rows of `row_bytes` bytes that begin at byte `starts[i] + index * strides[i]` of `memory`.
 
-        `index` is below `count`. `of` returns the numbers of these rows. Bytes outside these rows are never touched.
-        `memory` is uint8 `[n]`.
+        `index` is from 0 to `count - 1`. `of` returns the numbers of these rows. The table has other rows between them.
+        Bytes outside these rows are never touched. `memory` is uint8 `[n]`.
         """
         low = min(starts)
         high = max(start + (count - 1) * stride for start, stride in zip(starts, strides, strict=True)) + row_bytes

@@ -93,7 +93,7 @@ class SharedMemory:
 def _joined(num_bytes: int, sharing: Sharing) -> torch.Tensor:
     shared = sharing.from_first(None)
     if shared.error:
-        raise MemoryNotShared(f"rank 0 created no memory for all ranks: {shared.error}")
+        raise MemoryNotShared(f"rank 0 could not create the memory that all ranks share: {shared.error}")
     if shared.num_bytes != num_bytes:
         raise MemoryNotShared(
             f"rank 0 created {shared.num_bytes} bytes for all ranks, but {num_bytes} are needed here; start all "

@@ -248,7 +248,7 @@ def test_a_load_of_what_is_not_stored_any_more_is_refused() -> None:
     driver.report(load.job_id, ok=False)
     assert kinds(driver.allocate("a", (1, 2, 3), 32)) == ["invariant.violated", "request.quarantined"]
     assert violations(driver) == ["LOADABLE_AFTER_COMMIT"]
-    assert "tokens to 32 were promised" in driver.all_of(e.InvariantViolated)[0].detail
+    assert "tokens up to 32 were promised" in driver.all_of(e.InvariantViolated)[0].detail
 
 
 def test_a_promised_chunk_is_not_evicted_before_the_allocation() -> None:

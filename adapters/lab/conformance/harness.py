@@ -1,4 +1,4 @@
-"""Runs an engine with the connector under test: the actions of scenarios, and checks during the run."""
+"""Runs an engine with the connector under test. It has the actions of scenarios, and checks the engine."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class Harness:
             found, right = self.engine.outputs[request_id], Expected(prompt, weights).output(num_outputs)
             if found != right:
                 first = next((i for i, (a, b) in enumerate(zip(found, right, strict=False)) if a != b), len(found))
-                detail = f"{request_id} got {len(found)} of {num_outputs} output tokens, wrong from number {first} on"
+                detail = f"{request_id} got {len(found)} of {num_outputs} output tokens, wrong from position {first} on"
                 self.failures.append(Failure(Check.KV_RIGHT, detail))
         self._expected.clear()
 

@@ -68,7 +68,7 @@ class Precondition(enum.StrEnum):
     SAVE = "the log has no save, because the connector made none or kvledger has no decoder for its metadata"
     KEPT = "the connector kept no blocks of an ended request"
     ASYNC_LOAD = "the connector loaded nothing asynchronously"
-    FAILED_LOAD = "no load failed; --lose makes some fail"
+    FAILED_LOAD = "no load failed; give --lose to make loads fail"
     RESET = "the connector reported no reset as done"
     WORKER = "the connector's worker does not run here"
 
@@ -173,7 +173,7 @@ _ALL: Final = (
         ("COMPLETION_ONCE", "EXTERNAL_ZERO_NO_LOAD"),
         Precondition.ASYNC_LOAD,
         incidents=("LMCache#4355", "LMCache#4762", "vllm#55209", "vllm#51805"),
-        limit="without a decoder, a load within the step that vLLM did not ask for",
+        limit="a load within the step that vLLM did not ask for, if kvledger has no decoder",
     ),
     Obligation(
         "allocation-comes-twice",
@@ -419,7 +419,7 @@ _ALL: Final = (
         _SCHEDULER,
         "reset_cache",
         "After the hook returned True, the connector serves nothing that was stored before the reset or was in flight "
-        "then. If the hook returns False, vLLM returns False to its caller. None counts as success.",
+        "then. If the hook returns False, vLLM returns False to its caller. The value None counts as success.",
         ("base.py, reset_cache", "scheduler.py, reset_connector_cache"),
         Seen.CONTENT,
         (Check.RESET_HONOURED,),
@@ -464,8 +464,8 @@ _ALL: Final = (
         "load-precedes-the-read",
         _WORKER,
         "start_load_kv, wait_for_layer_load",
-        "A load that was answered as not asynchronous has filled the blocks of a layer when `wait_for_layer_load` "
-        "returns for that layer.",
+        "If the lookup's answer was not asynchronous, the load has filled the blocks of a layer when "
+        "`wait_for_layer_load` returns for that layer.",
         ("base.py, start_load_kv", "base.py, wait_for_layer_load"),
         Seen.CONTENT,
         (Check.KV_RIGHT,),

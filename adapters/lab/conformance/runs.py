@@ -72,7 +72,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Return "broken", "not judged" or "kept", for the report."""
+        """Return the word that the report shows: "broken", "not judged" or "kept"."""
         return "broken" if self.broken_in else "not judged" if self.reason else "kept"
 
 

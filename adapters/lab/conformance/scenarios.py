@@ -38,7 +38,8 @@ def plain(harness: Harness) -> None:
 def hit(harness: Harness) -> None:
     """Requests that share a part of a stored prompt.
 
-    The first request extends the prompt, the second has other tokens from token 40 on, the third has its first block.
+    The first request extends the prompt. The second has other tokens from token 40 on. The third has only the prompt's
+    first block.
     """
     prompt = _stored(harness)
     harness.add("longer", [*prompt, *tokens(2, 21)], 20)
@@ -50,7 +51,7 @@ def hit(harness: Harness) -> None:
 def whole_hit(harness: Harness) -> None:
     """A stored prompt comes again, then its first four blocks alone.
 
-    All tokens of both requests are stored, because they fill whole blocks. The last token must still be computed.
+    All tokens of both requests are stored, because they fill whole blocks. Both must still compute their last token.
     """
     prompt = _stored(harness)
     harness.add("again", prompt, 5)
@@ -116,7 +117,7 @@ def aborted_running(harness: Harness) -> None:
 
 
 def aborted_loading(harness: Harness) -> None:
-    """A request is aborted in the step in which its load begins. Until the load ends, it fills the request's blocks."""
+    """A request is aborted in the step in which its load begins. The load goes on filling the request's blocks."""
     prompt = _stored(harness)
     harness.add("gone", [*prompt, *tokens(2, 10)], 5)
     harness.step()

@@ -1,6 +1,6 @@
 """Starts vLLM for a workload, and generates its outputs.
 
-vLLM is imported when an engine starts. The variables of `ENVIRONMENT` must be set in the environment before.
+vLLM is imported when an engine starts. Before that, set the variables of `ENVIRONMENT` in the environment.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class HookCall:
     """Id of the request that the call is about; empty if it is about a step."""
     main: e.Event
     observed: tuple[SequencedEvent, ...]
-    """All observations of the call, in order: also `main`, and the failure of the hook if it failed."""
+    """All observations of the call, in order. They include `main`, and a `HookFailed` if the hook failed."""
 
     def noticed(self, event_class: type[_Event]) -> list[_Event]:
         """Return the observed events of a class."""
@@ -130,7 +130,10 @@ class _Grouping:
             self._at += 1
 
     def _delivered(self, sequence: int, event: e.EffectsDelivered) -> None:
-        """Add a delivery to the previous call, if that call delivers on the same channel and has no delivery yet."""
+        """Add a delivery to the previous call, if its hook delivers to this receiver and the call has no delivery.
+
+        The receiver is vLLM or the workers.
+        """
         hook = "update_connector_output" if to_vllm(event) else "build_connector_meta"
         last = self.calls[-1] if self.calls else None
         if last is not None and last.hook == hook and not self._noticed and not last.noticed(e.EffectsDelivered):
@@ -171,9 +174,10 @@ class _Grouping:
         return max((number for number, event in enumerate(run, 1) if isinstance(event, e.RequestPreempted)), default=0)
 
     def _num_in_output(self, event: e.Event) -> int:
-        """Return the number of observations that belong to the output of the workers that begins here.
+        """Return how many observations, from the current one on, belong to one output of the workers.
 
-        An output consists of failed loads and their rollbacks, then of different reports, then of steps.
+        An output consists of failed loads and their rollbacks, then of reports on copies, then of reports on steps. No
+        two reports on copies are equal.
         """
         end = self._at
         if isinstance(event, e.ExtensionNoted):  # from a recorder: the workers' report comes first

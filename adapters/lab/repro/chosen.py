@@ -88,14 +88,14 @@ class Chosen:
 
         Args:
             recorded: the `--kv-transfer-config` of the recorded connector, from the log.
-            words: for messages: how a user names a connector, and how a user accepts the connector in the log.
+            words: for messages, the option that names a connector, and the option that accepts the log's connector.
 
         Raises:
             NotRerunnable: the user has not chosen a connector, or has chosen two.
         """
         by_name, by_acceptance = words
         if self.connector and self.run_recorded:
-            raise NotRerunnable(f"{by_name} and {by_acceptance} name two connectors; give one of them")
+            raise NotRerunnable(f"{by_name} and {by_acceptance} name two connectors; give only one of these options")
         if not self.connector and not self.run_recorded:
             raise NotRerunnable(
                 f"the log names {_named(recorded)}, and kvledger does not run code only because a log names it; name "
@@ -119,7 +119,7 @@ class Chosen:
 
 
 def name_of(recorded: Mapping[str, Any]) -> str:
-    """Return the class name of the connector that a log names, for messages."""
+    """Return, as text for messages, the class name of the connector that a log names."""
     name = recorded.get("kv_connector")
     return _short(name) if isinstance(name, str) and name else "an unnamed connector"
 

@@ -146,7 +146,8 @@ def run(
             stack.enter_context(open_target(path, overwrite=wanted.force)).write(content)
     for later in incidents[1:] if incident else ():
         output.remark(
-            f"{later.rule} was broken later, at event {later.sequence}; for a test of it, use --since {later.sequence}"
+            f"later, {later.rule} was broken at event {later.sequence}; to write a test of that breach, use --since "
+            f"{later.sequence}"
         )
     if output.is_json:
         fields = {
@@ -188,7 +189,7 @@ def _made(
     findings: Findings,
     output: Output,
 ) -> _Written:
-    """Return the test and its log. Run the test once before, unless the user gave --no-run.
+    """Return the test and its log. Unless the user gave --no-run, run the test once, too.
 
     Raises:
         NotRerunnable: a test cannot be written; the message has the reason.
@@ -218,7 +219,7 @@ def _made(
 
 
 def _chosen(recording: Recording, wanted: Wanted, output: Output) -> Chosen:
-    """Return which connector and options the user chose for a recorder's log, before any code runs that it names.
+    """Return which connector and options the user chose for a recorder's log. No code that the log names is run.
 
     Raises:
         NotRerunnable: the log is a recorder's and the user chose no connector, or the log is of kvledger's own
@@ -275,10 +276,10 @@ def _written(
 def _tried(
     written: _Written, path: Path, log: StoredLog, recording: Recording, events: Sequence[SequencedEvent]
 ) -> _Written:
-    """Run the test in its own process, as a user will. If the reduced test passes, write it with nothing left out.
+    """Run the test in its own process, as a user will. If a reduced test passes, replace it by the unreduced test.
 
     The trials of the reduction ran in this process. They share modules and classes, whose state can change decisions.
-    So the reduced test may pass in its own process.
+    Therefore a test that failed in the trials may pass in its own process.
     """
     runs = _run(written, path)
     written = attrs.evolve(written, runs=runs)
@@ -312,7 +313,7 @@ def _verdict(written: _Written, log: StoredLog) -> tuple[ExitCode, str]:
         return ExitCode.NOT_VERIFIED, f"the test could not be run here: {text}; fix the cause or run the test elsewhere"
     if ended is Ended.FAILED:
         if is_pin:
-            return ExitCode.DIVERGED, f"the test was run once and already fails here: {text}"
+            return ExitCode.DIVERGED, f"the test was run once and fails here, although it should pass: {text}"
         return ExitCode.SOUND, "the test was run once and fails, as it should"
     if is_pin:
         return ExitCode.SOUND, "the test was run once and passes"
@@ -349,12 +350,14 @@ def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
         )
         raise CommandFailed(message, ExitCode.NOTHING_CHECKED)
     if log.skipped:
-        message = f"{log.path} has events that this kvledger cannot read ({', '.join(log.skipped)}); use a newer one"
+        message = (
+            f"{log.path} has events that this kvledger cannot read ({', '.join(log.skipped)}); use a newer kvledger"
+        )
         raise CommandFailed(message)
     for damage in log.damage:
         output.remark(str(damage))
     if log.trusted_sequence < log.last_sequence:
-        output.remark(f"only events up to {log.trusted_sequence} can be run again; the events after it are missing")
+        output.remark(f"only events up to {log.trusted_sequence} can be run again, because the next events are missing")
     return findings
 
 
@@ -368,7 +371,7 @@ def _nothing(log: StoredLog, selection: Selection, findings: Findings) -> str:
     if others:
         message += f"; something failed for {', '.join(others)}"
     elif findings.others:
-        message += "; something failed that belongs to no single request; for a test of that, leave out REQUEST"
+        message += "; another failure belongs to no single request; to write a test of that failure, leave out REQUEST"
     if findings.has_diverged:
         message += "; the installed code makes other decisions than the log has, see `kvledger verify`"
     return f"{message}. To write a test of the answers that a request got, use --pin"

@@ -243,7 +243,7 @@ _RECORDERS = {of.__name__: of for of in (KVLedgerRecorder, KVLedgerRecorderHMA)}
 
 
 class WrappedUnderTest(SchedulerHalf):
-    """A recorder around a connector, without an engine. A log describes both.
+    """A recorder around a connector, as a log describes them, without an engine.
 
     Args:
         configuration: sizes and choices of the engine, as in the header of the log.
@@ -308,7 +308,7 @@ class WrappedUnderTest(SchedulerHalf):
             name, reason = visible(str(transfer["kv_connector"])), visible(in_words(error))
             raise NotRerunnable(
                 f"{name} cannot be created here: {reason}; install what the connector needs, put its module on "
-                "PYTHONPATH, or give options that are not taken from a log in extra_config"
+                "PYTHONPATH, or give in extra_config the options that are not taken from a log"
             ) from error
         self._refuse_blocks(self.connector.wrapped)
         store = self.connector.recording.log.log.store
@@ -339,7 +339,7 @@ class WrappedUnderTest(SchedulerHalf):
         Args:
             reported: the requests and blocks that the workers reported.
             completed: names, in this rerun, of the copies that the workers completed.
-            ends: the same requests again, for each connector whose worker reported them.
+            ends: which of these requests each connector's worker reported.
         """
         by_all = dict.fromkeys(completed, self._num_ranks)
         output = vllm_objects.workers_output(reported, by_all, self.connector.wrapped)

@@ -24,7 +24,7 @@ _UNRECORDED = "unrecorded request"
 
 
 class HookRun(Run):
-    """Runs a recording again by calling the hooks of a connector, of any class."""
+    """Runs a recording again by calling the hooks of a connector. The connector may be of any class."""
 
     def __init__(self, recording: Recording, connector: SchedulerHalf, *, is_async: bool) -> None:
         super().__init__(recording, connector.core)
@@ -213,7 +213,7 @@ class LedgerRun(HookRun):
         return True
 
     def _take(self, call: HookCall, events: Sequence[tuple[int, e.Event]]) -> None:
-        """Take the events that the call wrote, and match their jobs and deliveries to those of the recording."""
+        """Take the events that the call wrote, and match their jobs and deliveries to recorded ones."""
         super()._take(call, events)
         waiting = list(call.observed)
         recorded: dict[int, int] = {}
@@ -250,7 +250,7 @@ class LedgerRun(HookRun):
 def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], otherwise: int) -> int:
     """Return the sequence number of the recorded observation that `event` repeats, and remove it from `waiting`.
 
-    Return `otherwise` if `event` repeats none of them.
+    Return `otherwise` if `event` repeats no observation in `waiting`.
     """
     request_id = getattr(event, "request_id", "")
     for place, (sequence, recorded) in enumerate(waiting):

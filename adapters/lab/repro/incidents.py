@@ -22,7 +22,7 @@ class Findings:
     incidents: list[Trouble] = attrs.field(factory=list)
     """For each rule, the first breach that concerns the chosen request, or any request if none was chosen."""
     others: Counter[str] = attrs.field(factory=Counter)
-    """Request id → number of breaches that do not concern the chosen request; the empty id: those of no request."""
+    """Id of another request than the chosen one → number of its breaches. Empty id: breaches of no single request."""
     first_breaches: dict[str, int] = attrs.field(factory=dict)
     """Rule → sequence number of the event at which the rule was first broken, for any request."""
     is_known: bool = False
@@ -34,7 +34,7 @@ class Findings:
 def find_incidents(
     configuration: LedgerConfiguration, events: Iterable[SequencedEvent], request_id: str | None, core: Core
 ) -> Findings:
-    """Audit a log, and find the breaches that concern the request `request_id`. None: find all breaches."""
+    """Audit a log, and find the breaches that concern the request `request_id`. If it is None, find all breaches."""
     watch = Watch(configuration, core)
     findings = Findings(is_known=request_id is None)
     holding: set[str] = set()

@@ -31,7 +31,10 @@ class Trouble:
 
     rule: str
     sequence: int
-    """Sequence number of the event in the log. In a rerun, of the recorded observation whose call broke the rule."""
+    """In a log, sequence number of the event that broke the rule.
+
+    In a rerun, sequence number of the recorded observation whose call broke the rule.
+    """
     request_id: str
     """Id of the request that the breach concerns; empty if it concerns no single request."""
     detail: str

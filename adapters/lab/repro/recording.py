@@ -56,7 +56,7 @@ class Recording:
     jobs: Mapping[int, Job] = attrs.field(factory=dict)
     """Job id → why the job was issued. A rerun gives jobs other ids if it decides otherwise or leaves requests out."""
     answers: Mapping[int, int | None] = attrs.field(factory=dict)
-    """Sequence number of a lookup → tokens in the answer; None: a deferral. A missing lookup got 0 tokens."""
+    """Sequence number of a lookup → tokens in the answer; None: a deferral. Lookups that got 0 tokens are left out."""
     wrapped: RecordingStarted | None = None
     """Facts about the recorded connector and its engine; None if kvledger's own connector wrote the log."""
     copies: Mapping[str, tuple[str, bool, int]] = attrs.field(factory=dict)
@@ -65,7 +65,7 @@ class Recording:
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine decoded speculatively: a step scheduled several tokens of a request, and not all known."""
+        """Whether the engine decoded speculatively: a step scheduled several tokens of a request, some yet unknown."""
         return any(
             scheduled > 1 and computed + scheduled > known
             for _, event in self.observations

@@ -32,7 +32,10 @@ class Reduced:
     """A reduced recording, and what the trials have shown about it."""
 
     events: Sequence[SequencedEvent] | None
-    """Events that the reduced recording wrote in a rerun, and that fail again; None if it was not reduced."""
+    """Events that a rerun of the reduced recording wrote. A rerun of these events fails, too.
+
+    None if the recording was not reduced.
+    """
     recurs: bool | None
     """Whether the incident occurs again with the installed code. None if this was not tried.
 
@@ -100,10 +103,10 @@ def reduce(
 
 
 def minimal(items: Sequence[_Item], holds: Callable[[Sequence[_Item]], bool]) -> Sequence[_Item]:
-    """Leave out items as long as `holds` is true of the remaining items, and return these in their order.
+    """Leave out items as long as `holds` is true of the remaining items. Return the remaining items in order.
 
-    `holds` must be true of the whole list. This is Zeller's ddmin without its first half: it tries to leave out smaller
-    and smaller parts, and never tries such a part alone.
+    `holds` must be true of the whole list. This is Zeller's ddmin, but it never tries a part alone: it only leaves out
+    parts, which get smaller and smaller.
     """
     kept, size = list(items), len(items)
     while size:

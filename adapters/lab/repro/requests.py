@@ -1,8 +1,8 @@
-"""Before each call, sets the state of the requests: the state that the connector read in the recorded call.
+"""Before each call, gives the requests the state that the connector read in the recorded call.
 
-A hook reads more of a request than it records. This module derives the missing state. Token ids come from chunk keys,
-the numbers of known tokens and of tokens in flight from settled tokens. All other state comes from what the scheduler
-must have known.
+A hook reads more of a request than it records. This module derives the missing state. Token ids come from chunk keys.
+The numbers of known tokens and of tokens in flight come from settled tokens. All other state comes from what the
+scheduler must have known.
 
 A key identifies a chunk and everything before the chunk, so the tokens of a chunk are drawn from its key. Equal keys
 give equal tokens and therefore equal block hashes. The keys in the rerun differ from the recorded keys, but correspond
@@ -48,14 +48,14 @@ class LiveRequests:
         return self._requests[incarnation.request_id]
 
     def prompt(self, incarnation: Incarnation) -> list[int]:
-        """Return the prompt of a request that arrives. Its tokens are drawn from keys that the log has later."""
+        """Return the prompt of a request that arrives. Its tokens are drawn from chunk keys in later events."""
         keys = self._keys_of_turn(incarnation)
         if self._ahead:
             incarnation.keys = keys
         return token_ids(str(incarnation.ordinal), keys, range(incarnation.num_prompt_tokens), self._chunk_size)
 
     def _keys_of_turn(self, incarnation: Incarnation) -> list[bytes]:
-        """Return a new list of the keys that were observed in one turn. The next call is about the next turn."""
+        """Return a new list of the keys that were observed in one turn. The next call returns the next turn's keys."""
         turns = self._keys_of_turns.get(incarnation.ordinal)
         return list(turns.pop(0)) if turns else []
 
@@ -72,7 +72,7 @@ class LiveRequests:
                 self._preempt(incarnation, preemption)
 
     def next_turn(self, incarnation: Incarnation, event: e.SessionContinued) -> None:
-        """Begin the next turn of a streaming session. Keys after the cut stay: the call noticed them for this turn."""
+        """Begin the next turn of a streaming session. Keep all keys, because they already include this turn's keys."""
         keys = self._keys_of_turn(incarnation) if self._ahead else incarnation.keys[:]
         self._record.continued(incarnation, event, self._chunk_size)
         incarnation.keys = keys
@@ -149,7 +149,7 @@ class LiveRequests:
         self.write_tokens(incarnation, event.num_tokens)
 
     def _as_keyed(self, incarnation: Incarnation, num_tokens: int) -> int:
-        """Return the number of tokens, limited so that the whole chunks are exactly those with a known key."""
+        """Return the number of tokens, adjusted so that the request has as many whole chunks as known keys."""
         if self._ahead:
             return num_tokens
         least = len(incarnation.keys) * self._chunk_size

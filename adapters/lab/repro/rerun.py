@@ -31,7 +31,7 @@ def rerun(
         recording: the recording, or the path of the log that has it.
         handlers: your own state handlers, as "module:Class", if the engine had any.
         connector: for a recorder's log, the connector to call: "module:Class", or a name that vLLM registers.
-        extra_config: keys of that connector's `kv_connector_extra_config`, which override those of the log.
+        extra_config: keys of that connector's `kv_connector_extra_config`, which override the log's keys.
         run_recorded: whether to import the modules and classes that a recorder's log names.
 
     Raises:

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the test functions of a file, and write the results to another file. Called in the new process.
 
     Args:
-        arguments: the path of the test and the path for the results; None: those of the command line.
+        arguments: the path of the test and the path for the results; None: take both from the command line.
     """
     test, result = map(Path, sys.argv[1:] if arguments is None else arguments)
     try:

@@ -166,11 +166,11 @@ class SchedulerModel:
         return found
 
     def paused(self, event: e.StepScheduled) -> list[Incarnation]:
-        """Return the steady requests that are missing in this step, as the event records."""
+        """Return the steady requests that the step's event records as not scheduled."""
         return [incarnation for ordinal in event.paused if (incarnation := self._by_ordinal.get(ordinal)) is not None]
 
     def in_running_order(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
-        """Return the running requests in vLLM's order. Those that the step's event names are in the event's order."""
+        """Return the running requests in vLLM's order. Requests that the step's event names keep the event's order."""
         places = {ordinal: place for place, ordinal in enumerate(self._running)}
         ordered = sorted(scheduled, key=lambda part: places.get(part.incarnation.ordinal, len(places)))
         ordered = _in_order_of(ordered, [part for part in scheduled if part.num_tokens is not None])
@@ -294,7 +294,7 @@ def _is_possible(record: SchedulerModel, looked_up: set[int], event: e.RequestEv
 
 
 def _goes_on(record: SchedulerModel, ordinal: int, num_computed_tokens: int) -> bool:
-    """Whether a step can begin with the request's token `num_computed_tokens`.
+    """Whether a step can compute the request's tokens from position `num_computed_tokens` on.
 
     If a whole prompt was loaded, a step computes its last token again.
     """

@@ -59,7 +59,7 @@ def _is_docstring(statements: Sequence[ast.stmt]) -> bool:
 
 
 def _is_test(test: ast.stmt, run: str) -> bool:
-    """Whether a statement is a function without arguments and decorators whose body is one of `_ASSERTIONS`."""
+    """Whether a statement is a function without arguments or decorators, whose body is one of `_ASSERTIONS`."""
     if not isinstance(test, ast.FunctionDef) or not _is_docstring(test.body[:1]):
         return False
     signature = ast.parse(f"def {test.name}() -> None: ...").body[0]
@@ -71,7 +71,7 @@ def _is_test(test: ast.stmt, run: str) -> bool:
 
 
 class _Abstract(ast.NodeTransformer):
-    """Replaces a rerun of LOG whose other arguments are literals by CALL, and literals in other calls by LITERAL."""
+    """Replaces by CALL a rerun of LOG whose other arguments are literals. In other calls, literals become LITERAL."""
 
     def __init__(self, run: str) -> None:
         self._run = run

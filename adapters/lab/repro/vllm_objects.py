@@ -129,9 +129,10 @@ def workers_output(reported: WorkersReported, completed: Mapping[str, int], conn
 
 
 def _worker_metadata(completed: Mapping[str, int], children: Sequence[object]) -> KVConnectorWorkerMetadata | None:
-    """Return the workers' metadata about completed copies, with the names that the recorder's decoders gave them.
+    """Return the workers' metadata about completed copies. `completed` has the names that the recorder uses.
 
-    None without such copies. Some connectors learn only from `finished_sending` and `finished_recving` that copies end.
+    None if `completed` is empty. Some connectors learn only from `finished_sending` and `finished_recving` that a copy
+    has ended.
     """
     if not completed:
         return None

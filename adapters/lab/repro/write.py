@@ -194,8 +194,8 @@ def _docstring(about: Description) -> str:
         what = ("made a hook fail" if rule == HOOK_FAILED else f"broke {rule}") + (f" for {of}" if of else "")
         paragraphs = [f"Repeats the calls that {what} at event {about.incident.sequence}.", about.incident.detail]
     paragraphs.append(
-        f"The test {calls} as recorded in the log next to this file, which comes from {_short(about.origin)}. The log "
-        "includes what vLLM and the workers did. If they had a bug, the test repeats it. Both files were written by:"
+        f"The test {calls} as recorded in the log next to this file. The recording is from {_short(about.origin)}. It "
+        "includes what vLLM and the workers did, and the test repeats their bugs, too. Both files were written by:"
     )
     filled = [textwrap.fill(_quotable(text), _WIDTH, break_long_words=False) for text in (*paragraphs, *about.remarks)]
     command = textwrap.indent(

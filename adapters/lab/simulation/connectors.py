@@ -1,7 +1,7 @@
 """Sets up connectors for the simulated engine: their configuration, and workers that run on a CPU.
 
-vLLM's own connectors run unchanged, except for the call with which their workers copy, because it needs a CUDA device.
-Instead, the same bytes are copied between CPU tensors, at once or after several queries of the connector.
+vLLM's own connectors run unchanged, except for the call with which their workers copy. This call needs a CUDA device,
+so it is replaced: the same bytes are copied between CPU tensors, at once or after several queries of the connector.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class SimpleCPU(ConnectorSetup):
     """Number of queries after which a copy is done; 0: a copy is done at once."""
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:
-        """Return the connector's configuration. The connector saves blocks."""
+        """Return the connector's configuration. The connector saves single blocks, not chunks."""
         extra = {"cpu_bytes_to_use": extra_config["host_bytes"], "lazy_offload": self.is_lazy}
         return other_transfer(self.name, kv_transfer, extra)
 

@@ -372,8 +372,8 @@ class SimulatedEngine:
     def is_stranded(self) -> bool:
         """Whether nothing can ever be scheduled again, because of vLLM's queue or reservations.
 
-        vLLM has a queue of waiting requests that hold blocks. The first request of this queue has freed its blocks and
-        cannot get as many again. There are two possible causes:
+        vLLM has a queue for waiting requests that hold blocks (`kv_holding_waiting`). The first request in
+        this queue has freed its blocks since then, and cannot get as many again. There are two possible causes:
         - The loads of later requests in the queue are done, but vLLM does not consider these requests. `schedule` stops
           at the first request that does not fit (vllm#57841, #45388: `v1/core/sched/scheduler.py`).
         - The load of the first request failed, and another connector of a `MultiConnector` offers another load. The
@@ -467,7 +467,7 @@ class SimulatedEngine:
 
 
 class _Ranks:
-    """Passes what the first rank broadcasts on to the other ranks, which run one after the other in this process."""
+    """Gives every rank what the first rank broadcasts. The ranks run one after the other in this process."""
 
     def __init__(self) -> None:
         self._sent: Any = None
@@ -489,7 +489,7 @@ def _forward_context(model: HashedModel, scheduler_output: SchedulerOutput) -> A
 
 
 def our_child(connector: Any) -> Any:
-    """Return kvledger's connector if `connector` is a `MultiConnector` with it as a child, else `connector`."""
+    """Return kvledger's connector if `connector` is a `MultiConnector` with kvledger as a child, else `connector`."""
     if not isinstance(connector, MultiConnector):
         return connector
     return next((child for child in connector.sub_connectors if isinstance(child, KVLedgerConnector)), connector)

@@ -57,7 +57,7 @@ class Expected:
         self._weights = weights
 
     def output(self, num_tokens: int) -> list[int]:
-        """Return the first tokens that the model samples after the prompt."""
+        """Return the first `num_tokens` tokens that the model samples after the prompt."""
         last = self.num_prompt_tokens + num_tokens
         self.compute_to(last)
         return self.tokens[self.num_prompt_tokens : last]

@@ -4,8 +4,8 @@ The KV of a position is the chained hash of all tokens up to this position. Befo
 position that the scheduler counts as computed must hold exactly this hash, in every layer. The next token is a function
 of the last hash, so it is always the same, whenever and however often it is computed.
 
-If the model reads wrong KV, it raises an error, with one exception. A step may have been scheduled before the scheduler
-could know that a load failed. Such a step may read the blocks of this load, and KV that was computed on top of them.
+If the model reads wrong KV, it raises an error, except in one case. A step may be scheduled before the scheduler
+knows that a load failed. Such a step may read the blocks of this load, and KV that was computed on top of them.
 The model then goes on, as a real model does, writes wrong KV and samples wrong tokens. If wrong KV is kept or a wrong
 token is delivered, other checks find that: checks of pages, of vLLM's prefix cache and of outputs.
 
@@ -62,7 +62,8 @@ def layer_names(num_groups: int = 1) -> tuple[tuple[str, ...], ...]:
 def marks(number: int, layer: torch.Tensor) -> torch.Tensor:
     """Return, for layer `number` of a group, the numbers that are added to the hash of a position.
 
-    A position has several places in a layer, one per head and content. A different number is added in each place.
+    In a layer, a position has one place for each head and each number of the content. A different number is added in
+    each place.
     """
     _, num_heads, _, content = layer.shape
     return torch.arange(num_heads * content).view(num_heads, content) * (number + 1)
@@ -80,18 +81,18 @@ class _Sequence(Expected):
     def keep_outputs(self, num_output_tokens: int) -> None:
         """Keep only the first `num_output_tokens` sampled tokens.
 
-        The scheduler has dropped the output of the steps that sampled the others, so these are sampled again.
+        The scheduler has dropped the output of the steps that sampled the later tokens. These are sampled again.
         """
         del self.tokens[self.num_prompt_tokens + num_output_tokens :]
         del self.kv[len(self.tokens) :]
 
 
 class HashedModel:
-    """KV tensors and the forward pass over them. `windows` has the window of each group in tokens, 0 if it has none.
+    """KV tensors and the forward pass over them. `windows`: window of each group in tokens; 0: no window.
 
     `kv_caches` are the layers of a single group, as vLLM allocates them. Each tensor has the dimensions [blocks, heads,
-    tokens, content] and numbers of eight bytes. For one token, every head and every number of the content holds another
-    value.
+    tokens, content] and numbers of eight bytes. All numbers of one token, over all heads and the content,
+    differ from each other.
     """
 
     def __init__(

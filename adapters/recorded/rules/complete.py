@@ -303,7 +303,7 @@ class LoadComplete(Checker):
 
     @on(payloads.Called)
     def _called(self, called: payloads.Called) -> None:
-        """At shutdown, judge the loads of the last steps. If they ended the engine, the log has no report of them."""
+        """At shutdown, judge the loads of the last steps. A load that stopped the engine has no report."""
         if called.hook == "shutdown":
             for load in self._awaited.values():
                 if load.unfilled and not load.is_async and load.sequence < self._last_step:

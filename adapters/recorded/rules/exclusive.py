@@ -55,9 +55,9 @@ class LoadDstExclusive(RuleOfCopies):
 class BlockReuseFenced(RuleOfCopies):
     """BLOCK_REUSE_FENCED: no request gets a block that a save for another request still reads.
 
-    vLLM knows two ways. "Async saves must retain their source blocks until completion is reported to the scheduler"
-    (wait_for_save). Otherwise, the workers finish the saves before the step that fills the blocks (handle_preemptions;
-    `kv_connector/v1/base.py`, 0.32).
+    vLLM has two ways to ensure this. "Async saves must retain their source blocks until completion is reported to the
+    scheduler" (wait_for_save). Otherwise, the workers finish the saves before the step that fills the blocks
+    (handle_preemptions; `kv_connector/v1/base.py`, 0.32).
 
     Verifies: this at each step, for all blocks that a request gets in the step or in an allocation before it, except
     shared blocks.

@@ -48,8 +48,8 @@ class SavedUnderKey(RuleOfTables):
     - With digests, no connector loads these blocks with bytes that were saved under another key.
 
     Does not verify: without digests, connectors whose store outlives the engine or is shared; with such a store,
-    whether the bytes of equal tokens with different salts were saved under the request's keys before the log began;
-    turns of a session after the first; anything in a log without its beginning.
+    whether bytes that were saved with another salt were also saved under the request's keys before the log began; turns
+    of a session after the first; anything in a log without its beginning.
     """
 
     rule = "SAVED_UNDER_KEY"

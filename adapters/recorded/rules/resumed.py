@@ -46,9 +46,9 @@ class ResumeCoversOutput(Checker):
 
     Verifies: the core's rule of this name, and this: the connector offers a preempted request tokens if both are true:
 
-    - Before, the connector had offered it more than twice as many tokens as vLLM finds computed now.
-    - The connector is likely to have these tokens. Since they were saved, no more blocks were saved than between the
-      last use of another block and a later offer of that block.
+    - Before, the connector had offered the request more than twice as many tokens as vLLM finds computed now.
+    - The connector is likely to have these tokens: since their save, at most N blocks were saved. N is the largest
+      number of blocks that were saved between the last use of a block and a later offer of the same block.
 
     Does not verify: tokens that were saved and never offered, because no event shows when they are stored; offers after
     a failed load; offers for models with several groups of layers; offers of what was saved before a reset.
@@ -148,6 +148,6 @@ class ResumeCoversOutput(Checker):
             return
         detail = (
             f"the connector offers nothing after the preemption, though it had {held.num_tokens} tokens of the "
-            f"request, so all tokens but {account.num_computed_tokens} are computed again"
+            f"request, so all tokens after the first {account.num_computed_tokens} are computed again"
         )
         self.broken(detail, held.sequence)

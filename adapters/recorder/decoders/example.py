@@ -1,7 +1,7 @@
 """ExampleConnector (`kv_connector/v1/example_connector.py`, vLLM 0.32).
 
-Its metadata has slots of the KV cache, but no request ids. A copy takes whole blocks from the beginning of a request's
-table and ends within the step.
+Its metadata has vLLM's slot mappings, but no request ids. A copy begins with the first block of a request's table and
+ends within the step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LMCache's multi-process connector. Its metadata has, for each request, a range of tokens and their blocks.
 
 The connector is in vLLM 0.32 (`kv_connector/v1/lmcache_mp_connector.py`), and in LMCache 0.5.6
-(`lmcache/integration/vllm/lmcache_mp_metadata.py`). vLLM's metadata has the blocks of its only group, LMCache's has a
-list of blocks for each group. Classes and fields have the same names.
+(`lmcache/integration/vllm/lmcache_mp_metadata.py`). The metadata's classes and fields have the same names in both. In
+vLLM, the metadata has one list of blocks, for the only group. In LMCache, it has a list of blocks for each group.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def _of(jobs: Mapping[int, Any], *, is_load: bool) -> Iterator[tuple[str, Transf
 
 
 def awaited(metadata: Any) -> Iterator[str]:
-    """Yield the jobs that workers finish before they use a block in the step (`worker.py`, handle_preemptions)."""
+    """Yield the jobs that workers must finish before the step computes anything (`worker.py`, handle_preemptions)."""
     yield from map(str, sorted(metadata.jobs_to_flush or ()))
 
 

@@ -1,8 +1,8 @@
 """SimpleCPUOffloadConnector (`v1/simple_kv_offload/metadata.py` and `worker.py`, vLLM 0.32).
 
-Its metadata has one list of blocks for all loads of a step, and one list for all stores (saves), over all groups. Only
-loads name their requests. With `lazy_offload`, stores take blocks that are free and cached. These blocks may belong to
-no request.
+Its metadata has one list of blocks for all loads of a step, and one list for all stores (saves). Both lists have blocks
+of all groups. Only loads name their requests. With `lazy_offload`, a store copies blocks that are free and cached. Such
+blocks need not belong to a request.
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ def _copy(job: str, block_ids: tuple[int, ...], *, is_load: bool) -> Transferred
 
 
 def completed(worker_metadata: Any) -> Iterator[tuple[str, int]]:
-    """Yield (save job, number of workers that have done the job). Loads are not reported by job but by request."""
+    """Yield (save job, number of workers that have done the job). Loads are reported by request, not by job."""
     yield from ((f"store {event}", count) for event, count in worker_metadata.completed_store_events.items())

@@ -1,4 +1,4 @@
-"""The function `open_log`, and the classes `Log` and `Request` of the objects that you get from it.
+"""The function `open_log`, and the classes of its results: `Log` and `Request`.
 
 You can read a log while an engine writes it. Reading does not change the log. To find requests in a large log, the API
 builds an index in the user's cache folder, like `kvledger why`.
@@ -55,7 +55,7 @@ class Request:
         """Yield the reasons why tokens of this request were left to compute or computed again.
 
         A life that was never admitted has the reasons of its last lookup. If a life has more than 512 admissions, only
-        the first of them and the last one have reasons. This limit also holds for steps that computed tokens again.
+        the first 511 and the last one have reasons. The same limit applies to steps that computed tokens again.
         `docs/reasons.md` explains the codes.
 
         Raises:
@@ -84,7 +84,7 @@ class Log:
         return self.starts[-1].header
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every event: for each start the events of the scheduler's log, then those of the workers' logs."""
+        """Yield every event: for each start the events of the scheduler's log, then the events of the workers' logs."""
         return itertools.chain.from_iterable(source.entries() for source in self._sources)
 
     def requests(self) -> Iterator[Request]:

@@ -43,7 +43,7 @@ class Entry:
     """Rank of the worker that wrote the log; None: the scheduler wrote it."""
     sequence: int
     time_ns: int
-    """A decision has the time of the observation that caused it."""
+    """Nanoseconds since the log was opened. A decision has the time of the observation that caused it."""
     event: Event
 
     @property
@@ -87,7 +87,7 @@ class Life:
     """Failed copies, refused loads, broken rules and failed hooks."""
     is_quarantined: bool
     queued_ns: int
-    """Time from the arrival until the first step, or until the load of the first step has completed."""
+    """Time from the arrival until the first step. If this step waits for a load, until the load has completed."""
     running_ns: int
     """Time running, including the waits between the turns of a session."""
     preempted_ns: int
@@ -161,13 +161,14 @@ class Copy:
     is_async: bool
     """Whether steps go on during the copy."""
     before_forward: bool
-    """Whether the copy is a save that must end before the step's forward pass. vLLM has already freed the blocks."""
+    """Whether the copy is a save that must end before the step's forward pass, because vLLM has already freed the
+    blocks."""
     ranks_done: tuple[int, ...]
     ranks_failed: tuple[int, ...]
     num_bytes: int
     """Bytes that workers reported."""
     worker_ns: int
-    """Nanoseconds that workers measured, added up. The time of a report about several copies is divided by bytes."""
+    """Nanoseconds that workers measured, in total. Copies in one report share its time in proportion to their bytes."""
 
 
 @attrs.frozen
@@ -227,7 +228,7 @@ class Reason:
     again after a preemption), `computed_twice` (computed again after a rollback), or `lookup` (not found by the last
     lookup of a request that has not been admitted)."""
     sequence: int
-    """Sequence number of the event at which this happened to the tokens."""
+    """Sequence number of the event to which `of` refers."""
     time_ns: int
     first_token: int
     end_token: int

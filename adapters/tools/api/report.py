@@ -51,7 +51,7 @@ class Violation:
     rule: str
     """A name in `docs/invariants.md`."""
     request_id: str
-    """Empty if the violation concerns no single request."""
+    """Id of the request; empty if the violation concerns no single request."""
     generation: int | None
     detail: str
     evidence: tuple[int, ...]
@@ -113,7 +113,7 @@ class Finding:
     sequence: int | None
     """Sequence number of the finding's first event; None: unknown."""
     request_id: str
-    """Empty if the finding concerns no single request."""
+    """Id of the request; empty if the finding concerns no single request."""
     text: str
     """The first fault of the finding in words: what, where, how often."""
     follows: tuple[str, ...]
@@ -132,11 +132,12 @@ class LogReport:
     path: Path
     verdict: Verdict
     text: str
-    """The verdict in words, with the part that it covers if that is not the whole log."""
+    """The verdict in words. It names the part that was checked if this is not the whole log."""
     num_events: int
     first_event_checked: int | None
     last_event_checked: int | None
-    """Sequence number of the last event that was checked. Both numbers are None if no event could be checked."""
+    """Sequence number of the last event that was checked. If no event could be checked, this and
+    `first_event_checked` are None."""
     findings: tuple[Finding, ...]
     violations: tuple[Violation, ...]
     """The first 1,000 at most."""

@@ -68,8 +68,8 @@ def run(
         str | None,
         Parameter(
             metavar="JSON",
-            help="the JSON object of --kv-transfer-config, or only its kv_connector_extra_config. Give the text itself "
-            "or a file that contains the text. The command takes seconds, because it imports vLLM",
+            help="the JSON object of --kv-transfer-config, or only its kv_connector_extra_config. Give the JSON itself "
+            "or the path of a file that contains the JSON. The command takes seconds, because it imports vLLM",
         ),
     ] = None,
     *,
@@ -120,7 +120,9 @@ def _text(given: str) -> str:
 
 
 def _transfer(text: str) -> dict[str, Any]:
-    """Return the object of `--kv-transfer-config` in the text. Build that object if the text has only its extra config.
+    """Parse the text, and return the JSON object of `--kv-transfer-config`.
+
+    If the text has only the `kv_connector_extra_config`, build the object around it.
 
     Raises:
         CommandFailed: the text is not a JSON object.
@@ -143,7 +145,7 @@ def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
     Connectors of other projects cannot be checked and are left out.
 
     Raises:
-        CommandFailed: no connector is kvledger's.
+        CommandFailed: the configuration has no connector of kvledger.
     """
     from kvledger.adapters.vllm.transfer import accepted, connectors
 
@@ -154,7 +156,7 @@ def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
     names = " and ".join(str(each.kv_connector) for each in every)
     raise CommandFailed(
         f"{names}: not provided by kvledger, so not checked; to record a connector, set kv_connector to "
-        'KVLedgerRecorder and put the object of the recorded connector under "connector" in kv_connector_extra_config'
+        'KVLedgerRecorder and put the configuration of that connector under "connector" in kv_connector_extra_config'
     )
 
 
@@ -196,7 +198,7 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], server: Server, ou
         output_of.note(full_disk)
     if server.model is None:
         output_of.note(
-            "how many slots and tokens the pool has, and how large a block is, depends on the model; give --model DIR "
+            "the size of a block and the numbers of slots and tokens in the pool depend on the model; give --model DIR "
             "to show these figures"
         )
         return
@@ -317,7 +319,7 @@ class _Shown:
 
 
 def _figures(planned: Plan) -> dict[str, int]:
-    """Return name → figure. `host_bytes` is the size of all pools together, `num_slots` the slots of each pool."""
+    """Return name → figure. `host_bytes` is the size of all pools together; each pool has `num_slots` slots."""
     configuration = planned.configuration
     num_groups = len(configuration.windows)
     return {
@@ -339,8 +341,8 @@ def _log_text(settings: LogSettings) -> str:
         return f"in memory, the newest {size(settings.memory_log_bytes)}"
     limit = "without limit" if settings.max_log_bytes is None else f"at most {size(settings.max_log_bytes)}"
     survives = (
-        "a crash of the machine, except for the events of the last moments"
+        "survives a crash of the machine, except for the events of the last moments"
         if settings.durability == "disk"
-        else "a crash of the process, but not a power cut"
+        else "survives a crash of the process, but not a power cut"
     )
-    return f"{settings.log_dir.absolute()}, {limit}, survives {survives}"
+    return f"{settings.log_dir.absolute()}, {limit}, {survives}"

@@ -1,4 +1,4 @@
-"""The help of each command: one line, exit codes, and two examples. Reading it imports no module of a command.
+"""The help of each command: one line, exit codes, and two examples. Importing this module imports no command.
 
 `--help`, docs/commands.md and the tests that run the examples use this help. This module must not know how a command
 works.
@@ -18,8 +18,14 @@ from kvledger.adapters.tools.exit_codes import OF_EVERY_COMMAND, VERDICTS, ExitC
 _COLUMNS = 78
 
 _UNREADABLE = "the log cannot be read: it is damaged throughout, access is denied, or a newer kvledger wrote it"
-_DAMAGED_TOO = "shown, even if the log is damaged; stderr then names the damage, and `kvledger verify` gives a verdict"
-_NOTHING = "nothing could be checked: no event is selected, or earlier events are missing and no snapshot replaces them"
+_DAMAGED_TOO = (
+    "the result is shown, even if the log is damaged; stderr then names the damage. For a verdict, run "
+    "`kvledger verify`"
+)
+_NOTHING = (
+    "nothing could be checked: no event is selected, or events before the selection are missing and no snapshot "
+    "replaces them"
+)
 
 
 @attrs.frozen
@@ -32,7 +38,7 @@ class Command:
     examples: Mapping[str, str]
     """Purpose → command line."""
     is_entry_point: bool = False
-    """Whether the command's code is outside of this package: an entry point of the group `kvledger.commands`."""
+    """Whether the command's function is an entry point of the group `kvledger.commands`, outside of this package."""
 
     def path(self, name: str) -> str:
         """Return the import path of the function that runs the command `name`, in the form that cyclopts takes."""
@@ -54,7 +60,7 @@ def _codes(codes: Mapping[ExitCode, str]) -> str:
 
 
 def __getattr__(name: str) -> Callable[..., ExitCode]:
-    """Return the function of the command `name`, which is an entry point. cyclopts calls this function."""
+    """Load the entry point of the command `name`, and return its function. cyclopts looks up `name` in this module."""
     from importlib.metadata import entry_points  # noqa: PLC0415 -- searches all installed packages
 
     for entry_point in entry_points(group="kvledger.commands", name=name):
@@ -68,25 +74,28 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "ls": Command(
             "list the logs of a directory, and show how each log ended",
             {
-                ExitCode.SOUND: "listed, even if a log is damaged",
+                ExitCode.SOUND: "the logs are listed, even if a log is damaged",
                 ExitCode.DAMAGED: "a log cannot be read at all",
                 ExitCode.NOTHING_CHECKED: "a log has no event, or its beginning is missing and it has no snapshot",
             },
             {
                 "every log, the newest first": "kvledger ls logs",
-                "how the newest log ended, for a script": "kvledger ls logs --json | head -n 1 | jq -r .end",
+                "tell a script how the newest log ended": "kvledger ls logs --json | head -n 1 | jq -r .end",
             },
         ),
         "top": Command(
             "watch a running engine: requests by state, hit rate, copies, faults and waits",
-            {ExitCode.SOUND: "shown until the engine ended or you pressed Ctrl-C", ExitCode.DAMAGED: _UNREADABLE},
             {
-                "the engine that writes to this log_dir": "kvledger top logs",
+                ExitCode.SOUND: "the engine was shown until it ended or you pressed Ctrl-C",
+                ExitCode.DAMAGED: _UNREADABLE,
+            },
+            {
+                "the engine whose log_dir is the folder logs": "kvledger top logs",
                 "one view, for a program": "kvledger top logs --once --json",
             },
         ),
         "verify": Command(
-            "check a log for damage and broken rules, and whether today's code makes the same decisions",
+            "check a log for damage, for broken rules, and for decisions that today's code makes differently",
             {code: VERDICTS[code] for code in sorted(VERDICTS)},
             {
                 "every log of a log_dir": "kvledger verify logs",
@@ -97,8 +106,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "show a log, the timeline of a request, or the state at one moment",
             {
                 ExitCode.SOUND: _DAMAGED_TOO,
-                ExitCode.DAMAGED: f"{_UNREADABLE}; with --at also: the log is damaged before that moment",
-                ExitCode.DIVERGED: "with --at: today's code cannot fold all events up to that moment",
+                ExitCode.DAMAGED: f"{_UNREADABLE}; with --at also: the log is damaged before MOMENT",
+                ExitCode.DIVERGED: "with --at: today's code cannot fold all events up to MOMENT",
                 ExitCode.NOTHING_CHECKED: _NOTHING,
             },
             {
@@ -111,7 +120,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE, ExitCode.NOTHING_CHECKED: _NOTHING},
             {
                 "why one request waited and computed tokens again": "kvledger why logs chat-17",
-                "the causes for this request from event 10 on": "kvledger why logs chat-17 --since 10 --json",
+                "the causes for one request from event 10 on, as JSON": "kvledger why logs chat-17 --since 10 --json",
             },
         ),
         "stats": Command(
@@ -119,33 +128,33 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE, ExitCode.NOTHING_CHECKED: _NOTHING},
             {
                 "the figures of each log, and of all logs together": "kvledger stats logs",
-                "the newest log, from 20 ms after its opening on": "kvledger stats logs --newest --since 20ms",
+                "the figures of the newest log without its first 20 ms": "kvledger stats logs --newest --since 20ms",
             },
         ),
         "export": Command(
             "write a log as a trace for Perfetto, an HTML page for a ticket, or spans for OpenTelemetry",
             {
-                ExitCode.SOUND: "written, even if the log is damaged",
+                ExitCode.SOUND: "the output is written, even if the log is damaged",
                 ExitCode.DAMAGED: _UNREADABLE,
-                ExitCode.NOTHING_CHECKED: f"written, but for at least one log {_NOTHING}",
+                ExitCode.NOTHING_CHECKED: f"the output is written, but for at least one log {_NOTHING}",
                 ExitCode.TRY_AGAIN: "with --otlp: the endpoint cannot be reached, or accepts nothing at the moment",
                 ExitCode.REFUSED: "with --otlp: the endpoint refused the spans",
             },
             {
-                "a page for a ticket": "kvledger export logs/2026-01-05 --html -o incident.html",
+                "an HTML page for a ticket": "kvledger export logs/2026-01-05 --html -o incident.html",
                 "a trace for ui.perfetto.dev": "kvledger export logs/2026-01-05 --perfetto -o trace.json.gz",
             },
         ),
         "tables": Command(
             "write logs as Parquet files, one per table, for DuckDB, Polars and pandas",
             {
-                ExitCode.SOUND: "written, even if a log is damaged",
+                ExitCode.SOUND: "the files are written, even if a log is damaged",
                 ExitCode.DAMAGED: _UNREADABLE,
-                ExitCode.NOTHING_CHECKED: f"written, but for at least one log {_NOTHING}",
+                ExitCode.NOTHING_CHECKED: f"the files are written, but for at least one log {_NOTHING}",
             },
             {
-                "all logs, every table except violations": "kvledger tables logs -o tables",
-                "all logs, the broken rules": "kvledger tables logs -o tables --table violations",
+                "every table except violations, from all logs": "kvledger tables logs -o tables",
+                "only the table violations, from all logs": "kvledger tables logs -o tables --table violations",
             },
         ),
         "core": Command(
@@ -174,13 +183,15 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "repro": Command(
             "write a test that reproduces an incident by repeating the recorded hook calls",
             {
-                ExitCode.SOUND: "written, and the test fails here, as it should (with --pin: it passes, as it should)",
+                ExitCode.SOUND: "the test is written and fails here, as it should "
+                "(with --pin: it passes, as it should)",
                 ExitCode.DAMAGED: _UNREADABLE,
-                ExitCode.DIVERGED: "written, but the test passes here, so it shows no bug (with --pin: it fails here)",
+                ExitCode.DIVERGED: "the test is written but passes here, so it shows no bug "
+                "(with --pin: it fails here)",
                 ExitCode.NOTHING_CHECKED: "the log has no event, or its beginning is missing",
-                ExitCode.NOT_VERIFIED: "written, but the test could not be run here",
-                ExitCode.USAGE: "wrong usage; the log has no incident (--pin needs none); or a recorder wrote the log, "
-                "and neither --connector nor --run-recorded is given",
+                ExitCode.NOT_VERIFIED: "the test is written, but could not be run here",
+                ExitCode.USAGE: "wrong usage, such as a log without an incident (unless --pin is given), or a log of a "
+                "recorder without --connector and without --run-recorded",
             },
             {
                 "the first incident of a log": "kvledger repro logs/2026-01-06 -o test_incident.py",
@@ -193,11 +204,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {
                 ExitCode.SOUND: "no obligation is broken",
                 ExitCode.RULE_BROKEN: "an obligation is broken, or a rule that belongs to no obligation is broken",
-                ExitCode.NOTHING_CHECKED: "nothing could be checked: no run allowed a verdict on an obligation",
+                ExitCode.NOTHING_CHECKED: "nothing could be checked: no run allowed a verdict on any obligation",
             },
             {
                 "a connector that vLLM registers": "kvledger conformance OffloadingConnector --seeds 5",
-                "repeat one run with random traffic": 'kvledger conformance connector:Mine --only "world 17"',
+                "repeat only the run of world 17": 'kvledger conformance connector:Mine --only "world 17"',
             },
         ),
         "check": Command(

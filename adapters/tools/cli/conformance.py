@@ -316,7 +316,7 @@ def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, 
 def _again(examined: Examined, run_name: str) -> str:
     """Return the command that repeats one run.
 
-    In place of options that may be secrets, it has their type and length. The user has to fill in their values.
+    Values of options that may be secrets are replaced by their type and length. The user has to fill in these values.
     """
     from kvledger.adapters.recorder.options import recorded_options
 

@@ -43,7 +43,9 @@ def run(
     for state in core.handlers:
         subs = sorted({dest for _, dest in _sub_states(core) if dest.startswith(f"{state}.")})
         written, read = handlers.get(state, []), here[state]
-        other = [] if written == read else [f"read here with {' and '.join(read)}; choose others with --handlers"]
+        other = (
+            [] if written == read else [f"read here with {' and '.join(read)}; choose other handlers with --handlers"]
+        )
         output.field(str(state), ", ".join((*written, *other, *(f"sub-state {sub}" for sub in subs))))
     output.field("events", ", ".join(core.events))
     output.field("projections", ", ".join(spec.name for spec in core.projections))

@@ -48,7 +48,7 @@ def run(
 ) -> ExitCode:
     """Write the selected parts of all logs into one file, or send them as spans."""
     if [perfetto, html, otlp is not None].count(True) != 1:
-        raise CommandFailed("give one format, and no more: --perfetto, --html or --otlp")
+        raise CommandFailed("give exactly one format: --perfetto, --html or --otlp")
     if otlp is not None:
         if path is not None:
             raise CommandFailed(

@@ -26,7 +26,7 @@ _STUCK_AFTER_POLLS = 25
 
 @attrs.frozen
 class Line:
-    """Effect of one observation on one request. `request_id` is empty if it concerns no single request."""
+    """Effect of one observation on one request. `request_id` is empty if the observation concerns no single request."""
 
     first_sequence: int
     time_ns: int
@@ -107,7 +107,7 @@ class Feed(ObservationVisitor):
         return "; ".join(filter(None, (*parts, *describe_decisions(decisions, self._core))))
 
     def _repeats(self, request_id: str, text: str, sequence: int) -> bool:
-        """Whether a lookup repeats the request's previous one, apart from numbers. If so, count it.
+        """Whether a lookup got the answer of the request's previous lookup, apart from numbers. If so, count it.
 
         vLLM looks up a waiting request in every step.
         """

@@ -89,7 +89,7 @@ def _show_lines(output: Output, lines: Iterable[Line], clock: Clock) -> None:
 
 
 def _moment(output: Output, clock: Clock, time_ns: int, sequence: int) -> str:
-    """Return the beginning of a line: time and sequence number. If the day has changed, print the date before."""
+    """Return the beginning of a line: time and sequence number. If the day has changed, first print the date."""
     if day := clock.new_day(time_ns):
         output.line(f"{day} (UTC)", style="dim")
     at = f"{milliseconds(time_ns):>12}  {sequence:>8}  "

@@ -42,7 +42,7 @@ _MOMENT: Final = (
 
 
 def value(read: Callable[[str], Any], metavar: str | None = None, **about: Any) -> Parameter:  # noqa: ANN401 -- as Parameter
-    """Return the parameter of an argument. `read` parses the argument's text and raises `ValueError` if it is wrong."""
+    """Return the parameter of an argument. `read` parses the argument's text, and raises `ValueError` if it cannot."""
 
     def convert(_type: object, tokens: Sequence[Token]) -> Any:  # noqa: ANN401
         return read(",".join(token.value for token in tokens))  # several tokens only if the option is repeated
@@ -144,7 +144,7 @@ def json_object(text: str) -> dict[str, object]:
 
 
 def _finite(text: str) -> float:
-    """Parse a number. Python's JSON parser also accepts NaN and infinity, and turns too large numbers into infinity.
+    """Parse a finite number. Python's JSON parser alone would accept NaN, infinity and numbers that are too large.
 
     Raises:
         ValueError: the number is not finite.
@@ -312,7 +312,7 @@ def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = Fa
 
 
 def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
-    """Return the number of the first event at or after a time. None if there is no such event."""
+    """Return the sequence number of the first event at or after a time. None if there is no such event."""
     for number, event in events:
         at_ns = getattr(event, "time_ns", None)
         if at_ns is not None and at_ns >= time_ns:
@@ -321,9 +321,9 @@ def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
 
 
 def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
-    """Return the number of the last event at or before a time, or of the last decision made on this event.
+    """Return the sequence number of the last event before the first event that is later than `time_ns`.
 
-    None if the log has no later event.
+    None if no event is later than `time_ns`. Decisions have no time of their own.
     """
     for number, event in events:
         at_ns = getattr(event, "time_ns", None)

@@ -106,13 +106,13 @@ class Output:
         sys.stdout.write(visible(line.decode()) + "\n")
 
     def line(self, text: str = "", style: str = "", *, indent: int | None = None) -> None:
-        """Print one line of text, not markup. On a terminal, wrapped lines begin after `indent` columns."""
+        """Print one line of plain text. On a terminal, wrapped lines begin after `indent` columns."""
         if indent is None:
             indent = len(text) - len(text.lstrip())
         self._folded(Text(visible(text[:indent]), style), Text(visible(text[indent:]), style))
 
     def raw(self, text: str) -> None:
-        """Write text unchanged, for a program that reads it."""
+        """Write text unchanged, so that a program can read it."""
         sys.stdout.write(text)
 
     def field(self, name: str, value: str, style: str = "") -> None:
@@ -133,7 +133,7 @@ class Output:
     def figures(
         self, figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None, has_requests: bool = True
     ) -> None:
-        """Print what the cache did. Without `has_requests`, which is for a worker's log, print only the faults."""
+        """Print what the cache did. If `has_requests` is false, as for a worker's log, print only the faults."""
         has_faults = figures.num_violations + figures.num_hook_failures > 0
         lines = figures_in_words(figures, has_own_copies=has_own_copies, num_deferrals=num_deferrals)
         for name, text in lines.items():
@@ -152,7 +152,7 @@ class Output:
         """Print rows of plain text.
 
         Args:
-            columns: name → "left" or "right".
+            columns: column name → alignment: "left" or "right".
             rows: for each row, one text per column.
             hidden: columns to leave out.
             optional: columns to leave out, in this order, if the terminal is too narrow.
@@ -177,7 +177,7 @@ class Output:
             table.add_row(*(Text(visible(row[place])) for place in shown.values()))
         self._print(table)
         if left_out:
-            self.line(f"no room for {', '.join(left_out)}; widen the terminal, or use --json", style="dim")
+            self.line(f"no room for the columns {', '.join(left_out)}; widen the terminal, or use --json", style="dim")
 
     def flush(self) -> None:
         """Flush stdout. Raise `OutputFailed` if the program that reads it has ended."""
@@ -186,7 +186,7 @@ class Output:
 
     @contextlib.contextmanager
     def apart_from_others(self, path: Path) -> Iterator[None]:
-        """If the command reads several logs, report one that cannot be read or checked instead of raising the error."""
+        """Inside this context, report a log that cannot be read or checked. If it is the only log, raise the error."""
         try:
             yield
         except (CommandFailed, OSError) as error:
@@ -217,7 +217,7 @@ class Output:
         self.remark(reason)
 
     def coverage_of(self, log: StoredLog, selection: Selection, *, is_found: bool = True) -> ExitCode:
-        """Report if the selected part of a log could not be checked, and return the exit code for the log.
+        """Return the exit code for a log. If the selected part could not be checked, report the reason.
 
         Call this after the log was read. `is_found` is whether the selected request lived in the selected part.
         """
@@ -325,7 +325,10 @@ def show_decisions(output: Output, judgement: Judgement, core: Core | None = Non
 
 
 def record_divergences(output: Output, judgement: Judgement, findings: FindingList | None = None) -> None:
-    """Print each difference as a JSON object. With `findings`, each object has the first event of its finding, too."""
+    """Print each decision that came out differently as a JSON object.
+
+    With `findings`, the object also has the sequence number of the first event of its finding.
+    """
 
     def belongs(item: object) -> dict[str, object]:
         return {} if findings is None else {"finding": findings.first_sequence(item)}

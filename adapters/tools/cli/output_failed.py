@@ -14,5 +14,5 @@ class OutputFailed(Unstoppable):
 
     @property
     def is_reader_gone(self) -> bool:
-        """Whether the stream is a pipe whose reader has ended, as with `| head`."""
+        """Whether the stream is a pipe, and the program that reads it has ended, for example `head`."""
         return isinstance(self.error, BrokenPipeError)

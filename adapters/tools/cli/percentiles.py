@@ -35,7 +35,7 @@ class Percentiles:
         self._counts += other._counts
 
     def at(self, share: float) -> int:
-        """Return the smallest value that at least the `share` (0 to 1) of all values does not exceed.
+        """Return the percentile for `share` (0 to 1): at least this share of the values is not above the percentile.
 
         0 if there are no values.
         """

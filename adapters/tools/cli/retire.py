@@ -32,10 +32,11 @@ def run(
     log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log directory, or a directory of several logs")],
     *,
     max_bytes: Annotated[
-        int | None, value(num_bytes, "SIZE", help="delete the oldest segments until at most SIZE remains, such as 2GiB")
+        int | None,
+        value(num_bytes, "SIZE", help="delete the oldest segments until at most SIZE (such as 2GiB) remains"),
     ] = None,
     max_age: Annotated[
-        float | None, value(seconds, "AGE", help="delete segments whose last write is more than AGE ago, such as 30d")
+        float | None, value(seconds, "AGE", help="delete segments whose last write is more than AGE (such as 30d) ago")
     ] = None,
     dry_run: Annotated[bool, Parameter(help="list the segments that would be deleted, and delete nothing")] = False,
     output: Written,
@@ -87,7 +88,10 @@ def _retire(
 
 
 def _make_snapshots(directory_of: Callable[[Retirement], Path], plan: Callable[[], list[Retirement]]) -> None:
-    """Make the missing snapshots at which readers begin after the deletion. Snapshots count towards the limits, too."""
+    """Make the snapshots at which readers will begin after the deletion, if they are missing.
+
+    Snapshots count towards the limits, too.
+    """
     tried: set[tuple[str, str]] = set()
     while True:
         last = {each.log: each for each in plan()}.values()  # the last of each log that loses segments

@@ -40,7 +40,7 @@ def run(
         str | None, Parameter(help="part of the messages' subjects before the log id; default: this host's name")
     ] = None,
     give_up_after: Annotated[
-        float, value(seconds, "DURATION", help="without --follow: stop after this time without progress, such as 90s")
+        float, value(seconds, "DURATION", help="without --follow: stop after this time (such as 90s) without progress")
     ] = 60.0,
     create_stream: Annotated[bool, Parameter(group=_NEW, help="create the stream with the options below")] = False,
     replicas: Annotated[int, value(positive, "N", group=_NEW, help="number of replicas: 1, 3 or 5")] = 1,
@@ -51,7 +51,8 @@ def run(
     discard: Annotated[
         Literal["new", "old"],
         Parameter(
-            group=_NEW, help="new: a full stream refuses messages, and shippers wait; old: it drops its oldest messages"
+            group=_NEW,
+            help="new: a full stream refuses messages, and shippers wait; old: a full stream drops its oldest messages",
         ),
     ] = "new",
     output: Written,

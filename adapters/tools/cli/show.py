@@ -84,8 +84,8 @@ class Listing:
         which = f"{num_chosen} of {plural(len(summaries), 'request')} failed" if self.only_failed else ""
         if num_listed == num_chosen:
             return which
-        more = f"the last {num_listed} of {num_chosen}; --limit 0 lists all"
-        return f"{which}, {more}" if which else more
+        more = f"this list has the last {num_listed} of {num_chosen}; --limit 0 lists all"
+        return f"{which}; {more}" if which else more
 
 
 def run(
@@ -99,7 +99,7 @@ def run(
         value(
             count,
             "N",
-            help="with --follow: print the last N lines first; default: 10, or with --since all lines from that moment",
+            help="with --follow: print the last N lines first; default: 10, or with --since all lines from MOMENT on",
         ),
     ] = None,
     at: Annotated[
@@ -317,7 +317,7 @@ def _show_summary(
 
 
 def _fields(summary: RequestSummary, clock: Clock) -> dict[str, object]:
-    """Return field name → value of a request, for JSON."""
+    """Return the JSON object of a request: field name → value."""
     unix = {"arrived_unix_ns": summary.arrived_ns, "finished_unix_ns": summary.finished_ns}
     return {**summary.fields(), **{name: clock.unix_ns(time_ns) for name, time_ns in unix.items()}}
 

@@ -44,7 +44,7 @@ def show_state(log: StoredLog, selection: Selection, output: Output) -> ExitCode
         )
     is_short = selection.last_sequence is not None and audit.last_sequence < selection.last_sequence
     if is_short:
-        output.remark(f"the log can be folded up to event {audit.last_sequence} only, not to {selection.last_sequence}")
+        output.remark(f"the log can be folded only to event {audit.last_sequence}, not to {selection.last_sequence}")
     _show(output, audit.projections, totals, audit.last_sequence, selection.request_id)
     unfoldable = audit.judgement().unfoldable
     if unfoldable is not None:
@@ -124,7 +124,7 @@ def _request_row(request: dict[str, Any]) -> list[str]:
 def _show_cache(output: Output, projections: Projections) -> None:
     slots = projections.slots
     output.field("host pool", f"{slots.num_slots - slots.num_free} of {slots.num_slots} slots in use")
-    output.field("chunks", f"{len(projections.pool)} can be loaded, reset epoch {projections.jobs.epoch}")
+    output.field("chunks", f"{len(projections.pool)} can be loaded, cache resets so far: {projections.jobs.epoch}")
     output.field("jobs", f"{plural(len(projections.jobs), 'job')} in flight")
     for job in projections.jobs:
         output.line(f"  {job.kind} {job.job_id} of {job.request_id}, {plural(len(job.block_ids), 'block')}")

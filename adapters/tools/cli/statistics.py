@@ -53,7 +53,7 @@ class Statistics:
     events: Counter[str] = attrs.field(factory=Counter)
     event_bytes: Counter[str] = attrs.field(factory=Counter)
     percentiles: dict[str, Percentiles] = attrs.field(factory=lambda: {name: Percentiles() for name in _PERCENTILES})
-    """Name → percentiles. Figures of extensions have the name `extension/figure`, and are here if it ends in `_ns`."""
+    """Name → percentiles. Includes figures of extensions, named `extension/figure`, if the name ends in `_ns`."""
     of_extensions: Counter[str] = attrs.field(factory=Counter)
     """`extension/figure` → sum, for the figures of extensions that are not in `percentiles`."""
     top: list[tuple[int, str, int]] = attrs.field(factory=list)

@@ -1,4 +1,4 @@
-"""`kvledger stats`: sum up what the cache did for the requests of a log, what it cost, and the tokens by reason."""
+"""`kvledger stats`: sum up what the cache did, how long copies took, tokens per reason, and log bytes per event."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def run(
             _names,
             "NAME,...",
             name="--table",
-            help=f"tables to write: {', '.join(TABLES)}; default: all except {VIOLATIONS}, which takes longer than all "
-            "other tables together, because the command verifies the logs for it",
+            help=f"tables to write: {', '.join(TABLES)}; default: all except {VIOLATIONS}, because that table needs a "
+            "verification of the logs, which takes longer than all other tables together",
         ),
     ] = (),
     force: Annotated[bool, Parameter(help="replace files that exist")] = False,

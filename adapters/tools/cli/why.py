@@ -97,7 +97,7 @@ def _advice(history: RequestHistory, log: StoredLog) -> dict[str, str]:
 
 
 def total(sums: Sums) -> dict[str, object]:
-    """Return the sums as a JSON object. Reasons and fates without tokens are left out."""
+    """Return the sums as a JSON object. Reasons and outcomes of loads are left out if they have no tokens."""
     return {
         "num_admissions": sums.num_admissions,
         "num_tokens_needed": sums.num_needed,
@@ -138,7 +138,7 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock, log: Stor
             for reason in (*cause.reasons, *cause.notes):
                 output.line(f"{'':{len(at)}}  {reason}", style="dim")
         if history.num_left_out:
-            output.line(f"{history.num_left_out} more causes of this request were not kept", style="dim")
+            output.line(f"{history.num_left_out} more causes of this request are left out", style="dim")
         output.line()
         if causes and causes[0].what == _ARRIVED and not (history.lookups or history.admissions):
             output.line("never scheduled: vLLM did not look it up and gave it no blocks")

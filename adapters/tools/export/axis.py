@@ -99,7 +99,7 @@ class Axis:
         return f"{share * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
     def ticks(self, zoom: int = 1) -> Iterator[Tick]:
-        """Yield the moments to label: the beginning of each piece, and round moments if there is room.
+        """Yield the moments to label: the first moment, the end of each fold, and round moments if there is room.
 
         Args:
             zoom: width of the axis divided by the width of its window.

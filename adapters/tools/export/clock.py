@@ -1,4 +1,4 @@
-"""Times of several logs on one page: times of day if every log has its opening time."""
+"""Times of several logs on one HTML page: times of day if every log has its opening time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PageClock:
         self._is_one_day = len({_day(self.at(each, at)) for each in readings for at in (0, each.now_ns)}) == 1
 
     def at(self, reading: Reading, time_ns: int) -> int:
-        """Convert a time of a log to a time on the axis of the page."""
+        """Convert a time of a log to a time on the axis of the HTML page."""
         unix_ns = reading.clock.unix_ns(time_ns)
         return time_ns if unix_ns is None or not self.is_of_day else unix_ns
 

@@ -1,4 +1,4 @@
-"""The curves below the time axis of a page, as areas."""
+"""The curves below the time axis of the HTML page, as areas."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class LogSpans(Sink):
     # --- requests and the spans below them ----------------------------------------------------
 
     def began(self, span: Span) -> None:
-        """Keep the span of a life, to which events are added until it ends. Ignore other spans until they end."""
+        """Keep the span of a life, so that events can be added to this span. Other spans are ignored until they end."""
         if isinstance(span, LifeSpan):
             self._requests[span.ordinal] = _Request(span)
 

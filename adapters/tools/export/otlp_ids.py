@@ -38,9 +38,9 @@ class SpanIds(IdGenerator):
         return self.next.trace_id
 
     def of_request(self, ordinal: int | None, trace_parent: bytes) -> SpanContext:
-        """Return the ids of a life's span. Without `ordinal`, return those for the span of the whole log.
+        """Return the ids of a life's span. If `ordinal` is None, return the ids of the span of the whole log.
 
-        The span of the log has a trace of its own.
+        The whole log's span has a trace of its own.
         """
         if ordinal is None:
             return self._context(self._hash(16, "log"), "log")

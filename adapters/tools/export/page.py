@@ -54,7 +54,7 @@ _NUMBERS = frozenset(
 
 
 def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) -> Iterator[str]:
-    """Yield the page about the selected parts of these logs, piece by piece."""
+    """Yield the HTML page about the selected parts of these logs, piece by piece."""
     readings = [Reading.of(log, selection, output) for log, selection in logs]
     chosen = _chosen(readings)
     parts = [
@@ -136,15 +136,15 @@ def _name_of(logs: Sequence[tuple[StoredLog, Selection]]) -> str:
 
 @attrs.frozen
 class _Entry:
-    """A request on the page."""
+    """A request on the HTML page."""
 
     part: Part
     request: Request
     pieces: Pieces
     anchor: str
-    """Id of the request's events on the page, or of its row if the events are not shown. Unique on the page."""
+    """HTML id of the request's events, or of the request's row if the events are not shown. Unique on the page."""
     timeline: RequestTimeline | None
-    """The request event by event; None: not shown this way, or shown with an earlier life of the same id."""
+    """The request's events; None: they are not shown, or they are shown with an earlier life of the same id."""
     why: str
     """Reasons why tokens of the request were missed or computed again, without the reasons in `BY_DESIGN`."""
 

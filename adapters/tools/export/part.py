@@ -1,4 +1,4 @@
-"""The part of a page about one log.
+"""The part of the HTML page that is about one log.
 
 The log is read once for the requests and the verdict, and again for the requests that are shown. This module must not
 depend on the look of the page or on the page's other logs.
@@ -108,7 +108,7 @@ class Reading:
 
 @attrs.frozen
 class ListedFinding:
-    """A finding as the page lists it."""
+    """A finding as the HTML page lists it."""
 
     title: str
     detail: str
@@ -122,7 +122,7 @@ class ListedFinding:
 
 @attrs.frozen
 class Part:
-    """Contents of the page about one log."""
+    """The part of the HTML page that is about one log."""
 
     reading: Reading
     requests: Sequence[Request]

@@ -195,7 +195,10 @@ class EngineTrace(Sink):
         self._instant("lookup", lookup.answer.id, lookup.time_ns, track, arguments)
 
     def happened(self, instant: Instant) -> None:
-        """Write the instant on its request's track. Without a request, or for trouble, also use an engine's track."""
+        """Write the instant on its request's track.
+
+        Trouble is also written on a track of the engine, and so are instants without a request.
+        """
         if instant.kind in {"chunks.evicted", "chunks.tainted"}:
             self._gone.setdefault(instant.kind, []).append(instant)
             return
@@ -213,7 +216,7 @@ class EngineTrace(Sink):
         return None if ordinal is None or ordinal not in self._tracks else _FIRST_REQUEST + ordinal
 
     def _show_gone(self) -> None:
-        """Write one instant for all chunks that left at the same time. Perfetto would nest several instants."""
+        """Write one instant for all chunks that left the pool at one time. Perfetto would nest several instants."""
         for kind, instants in self._gone.items():
             keys = [str(key) for instant in instants for key in cast("list[str]", instant.fields["keys"])]
             arguments = {

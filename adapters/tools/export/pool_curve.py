@@ -1,4 +1,4 @@
-"""The curve of a page that shows the tokens that pools of other sizes would have loaded."""
+"""A curve on the HTML page: the tokens that pools of other sizes would have loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why tokens were missed and computed again, for a page: token counts by reason, and the causes of one request."""
+"""Why tokens were missed or computed again. For the HTML page: counts by reason, and the causes of one request."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Reasons(Accounts):
         super().__init__(model, request_id=one, on_end=self._keep, keeps_histories=one is not None)
 
     def visits(self) -> Visits:
-        """Return the visits: first the visits that detect the beginning of the selection, then those of `Accounts`."""
+        """Return the visits: first those that detect the beginning of the selection, then the visits of `Accounts`."""
         return [*((event_class, self._reach) for event_class in e.STANDARD_EVENTS.values()), *super().visits()]
 
     def ended(self, life: Life) -> None:
-        """Count the tokens of the life. They belong to the selected part if the current event does."""
+        """Count the tokens of the life. They count as selected if the current event is selected."""
         self._reach()
         super().ended(life)
 
@@ -71,7 +71,7 @@ class Reasons(Accounts):
 
 
 def totals(sums: Sums) -> dict[str, object]:
-    """Return `reasons` (rows of token counts by reason) and `balance` (an equation of all tokens), by these names."""
+    """Return a mapping: `reasons` has rows of token counts by reason, `balance` is an equation of all tokens."""
     found = sums_by_reason(sums)
     rows = [(reason.value, missed, again, reason.meaning) for reason, missed, again in found]
     all_missed, all_again = sum(missed for _, missed, _ in found), sum(again for *_, again in found)

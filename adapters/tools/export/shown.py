@@ -1,4 +1,4 @@
-"""Collects the contents of a page about a log in bounded memory.
+"""Collects, in bounded memory, what the HTML page shows about a log.
 
 If there are thousands of requests, requests with trouble or preemptions are kept first, and the others are counted.
 This module must not depend on the look of the page.
@@ -40,7 +40,7 @@ SERIES = ("running", "preempted, recovering", "blocks held", SLOTS, "copies in f
 
 @attrs.define(eq=False)
 class Request:
-    """One life of a request, as the page shows it."""
+    """One life of a request, as the HTML page shows it."""
 
     life: LifeSpan
     states: list[StateSpan] = attrs.field(factory=list)
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def num_troubles(self) -> int:
-        """Number of instants with trouble and of failures."""
+        """Number of failures, and of instants with trouble."""
         return sum(instant.is_trouble for instant in self.instants) + self.life.summary.num_failures
 
     @property
@@ -96,7 +96,7 @@ class Calls:
 
 
 class Shown(Sink):
-    """Keeps the contents of a page, for at most `MAX_REQUESTS` requests."""
+    """Keeps what the HTML page shows about a log, for at most `MAX_REQUESTS` requests."""
 
     def __init__(self) -> None:
         self._requests: dict[int | None, Request] = {}
@@ -151,7 +151,7 @@ class Shown(Sink):
                 calls.longest = max(calls.longest, span, key=lambda call: call.duration_ns)
 
     def looked_up(self, lookup: Lookup) -> None:
-        """Keep the lookup for a mark if its answer differs from the previous one."""
+        """Keep the lookup, to draw a mark, if its answer differs from the previous answer."""
         request = self._requests.get(lookup.ordinal)
         if request is None or lookup.is_repeated:
             return
@@ -161,7 +161,7 @@ class Shown(Sink):
             request.num_left_out += 1
 
     def happened(self, instant: Instant) -> None:
-        """Keep the instant for a mark of its request. Trouble, and instants without a request, are also listed."""
+        """Keep the instant, to mark it on its request. Trouble, and instants without a request, are also listed."""
         if instant.is_trouble or not instant.request_id:
             instants = self.troubles if instant.is_trouble else self.others
             if len(instants) < MAX_INSTANTS:

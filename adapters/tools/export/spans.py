@@ -44,7 +44,8 @@ class LifeSpan(Span, eq=False, kw_only=True):
     trace_parent: bytes = b""
     """Trace context of the arrival; empty if the arrival has none or is not in the log."""
     num_tokens_retained: int = 0
-    """Tokens that vLLM's prefix cache still had after preemptions. `num_tokens_recovered`: tokens loaded then."""
+    """Tokens that vLLM's prefix cache still had after preemptions. `num_tokens_recovered`: tokens that were loaded
+    after preemptions."""
     num_tokens_recovered: int = 0
     num_bytes_loaded: int = 0
     num_bytes_saved: int = 0
@@ -109,7 +110,7 @@ class CallSpan(Span, eq=False, kw_only=True):
 
 @attrs.frozen
 class Lookup:
-    """An answer to a lookup by the scheduler."""
+    """A lookup by the scheduler, with its answer."""
 
     sequence: int
     """Sequence number of the answer."""
@@ -177,7 +178,8 @@ class Sink:
     """
 
     needs_memory_gauges: ClassVar[bool] = True
-    """Whether `Gauges` counts blocks, slots and chunks. If not, these counts are 0, which saves a sixth of the time."""
+    """Whether `Gauges` counts blocks, slots and chunks. If not, these counts are 0, which saves a sixth of
+    the time for a trace."""
     needs_recoveries: ClassVar[bool] = True
     """Whether recovered and retained tokens are counted for each life; otherwise these counts are 0."""
 

@@ -1,4 +1,4 @@
-"""Bars of a page that show where tokens came from: after preemptions, and at all admissions."""
+"""Bars on the HTML page that show where tokens came from: after preemptions, and at all admissions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN_SHARES = [reason for reason in Reason if reason in BY_DESIGN or reason is R
 
 @attrs.frozen
 class Share:
-    """Tokens of one source. `style` is a colour of the page."""
+    """Tokens of one source. `style` is a colour of the HTML page."""
 
     name: str
     style: str

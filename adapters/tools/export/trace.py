@@ -64,7 +64,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     bytes_per_page: float | None = None
     """Bytes per page of the last complete save."""
     now_ns: int = 0
-    """Latest time so far. In a damaged log, it is also used for a later event that has an earlier time."""
+    """Latest time so far. In a damaged log, a later event with an earlier time gets this time instead."""
 
 
 class Trace(Visitor[Model]):

@@ -1,7 +1,7 @@
 """Which events of a log a command's result covers, and the reason if the result covers none.
 
-A command must not report "sound" or "none" about events that it could not check. This module must not depend on a rule
-or a command.
+A command must not say "sound", or that nothing was found, about events that it could not check. This module must not
+depend on a rule or a command.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def checked(log: StoredLog, selection: Selection, last_foldable: int | None, *, 
     """Return the coverage of a verified log: the selected events for which rules and decisions were checked.
 
     Args:
-        log: a log whose events were read after a call of its method `start`.
+        log: the log. Its events were read after `log.start()` was called.
         selection: the selected part.
         last_foldable: number of the event before the first event that cannot be folded; None: every event can.
         is_present: whether the selected request lived in the selected part; True if no request is selected.

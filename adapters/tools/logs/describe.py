@@ -60,10 +60,10 @@ def _lookup(answer: e.LookupAnswered) -> str:
 
 
 def lookups_in_a_row(num_times: int, duration_ns: int, waited_ns: int) -> str:
-    """Return the end of a lookup's text: how often it was repeated, and how long after the arrival it first came."""
+    """Return the end of a text about equal lookups: their number, their duration, and the wait before the first one."""
     repeated = f" — {num_times} times in {duration(duration_ns)}" if num_times > 1 else ""
     return repeated + (
-        f"; first looked up {duration(waited_ns)} after it arrived" if waited_ns >= _LONG_WAIT_NS else ""
+        f"; first looked up {duration(waited_ns)} after the request arrived" if waited_ns >= _LONG_WAIT_NS else ""
     )
 
 
@@ -109,7 +109,7 @@ def _tail_save(save: e.TailSaveIssued) -> str:
 
 def _declined(save: e.SaveDeclined) -> str:
     why = WHY_DECLINED.get(save.reason, save.reason)
-    return f"{plural(save.num_chunks, 'settled chunk')} from {save.first_chunk} on not saved: {why}"
+    return f"{plural(save.num_chunks, 'settled chunk')} from chunk {save.first_chunk} on not saved: {why}"
 
 
 def _chunks(keys: Sequence[bytes]) -> str:
@@ -191,7 +191,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
         f"{f', of trace {event.trace_parent[:16].hex()}' if event.trace_parent else ''}"
     ),
     e.BlocksAllocated: _allocated,
-    e.BlockTableObserved: lambda event: f"its block table is corrected to {plural(len(event.block_ids), 'block')}",
+    e.BlockTableObserved: lambda event: f"the block table is corrected to {plural(len(event.block_ids), 'block')}",
     e.RequestPreempted: lambda event: (
         f"preempted with {plural(event.num_settled_tokens, 'settled token')}"
         f"{', its blocks zeroed' * event.blocks_zeroed}"
@@ -264,7 +264,7 @@ def _reported(event: e.TransferReported) -> str:
     done = f" done by {_ranks(event.ranks_done)}" if event.ranks_done else ""
     failed = f" failed on {_ranks(event.ranks_failed)}: {event.error}" if event.ranks_failed else ""
     again = ", repeated" * event.is_repeated
-    withheld = f", by the connector instead of workers ({event.withheld})" if event.withheld else ""
+    withheld = f"; reported by the connector, not by workers ({event.withheld})" if event.withheld else ""
     return f"{jobs} reported as{done}{' and' * bool(done and failed)}{failed}{again}{withheld}"
 
 
@@ -278,7 +278,7 @@ def _computed(event: e.PrefillAdvanced | e.PrefillCompleted) -> str:
 
 _MORE_WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.ChunkKeysObserved: lambda event: (
-        f"its chunks from {event.first_chunk} on have {plural(len(event.keys), 'key')}: "
+        f"the request's chunks from chunk {event.first_chunk} on have {plural(len(event.keys), 'key')}: "
         f"{', '.join(key.hex() for key in event.keys) or 'none'}"
     ),
     e.LookupRequested: lambda event: (
@@ -293,7 +293,7 @@ _MORE_WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.StepScheduled: _step,
     e.TransferReported: _reported,
     e.WindowLeft: lambda event: (
-        "vLLM frees blocks that the request's sliding windows have left, at "
+        "vLLM frees blocks before the request's sliding windows, at "
         f"{plural(event.num_settled_tokens, 'settled token')}"
     ),
 }
@@ -319,7 +319,10 @@ def sentence(event: e.Event, core: Core) -> str:
 
 
 def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
-    """Return phrases for decisions that have words: one for all evicted chunks, one for all tainted, one per other."""
+    """Return phrases for decisions: one for all evictions, one for all tainted chunks, one for each other decision.
+
+    Decisions without words are left out.
+    """
     phrases = []
     num_evicted = num_tainted = 0
     for decision in decisions:

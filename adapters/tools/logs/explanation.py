@@ -1,6 +1,7 @@
 """Explains in English why the tokens of a request were computed: a list of causes in the order of the log.
 
-A cause lists the reasons why tokens were left to compute. The text marks what the log does not record as "inferred".
+A cause is something that happened to the request, such as a lookup. It has the reasons why tokens were left to compute.
+Statements that the log does not prove are marked "inferred".
 """
 
 from __future__ import annotations
@@ -103,12 +104,12 @@ class Cause:
     spans: tuple[Span, ...] = ()
     """The tokens that had to be computed, with the reasons."""
     reasons: list[str] = attrs.field(factory=list)
-    """Reasons in words, one line each, without those that an earlier cause shows."""
+    """Reasons in words, one line each, without reasons that an earlier cause shows."""
     evidence: tuple[int, ...] = ()
     num_blocks_held: int = 0
     """Blocks of vLLM's KV cache that all requests together held at `time_ns`; 0 if unknown."""
     held: str = ""
-    """`num_blocks_held` in words, for a first lookup that came late or was repeated; else empty."""
+    """`num_blocks_held` in words, if the cause is a first lookup that came late or was repeated; else empty."""
     notes: list[str] = attrs.field(factory=list)
     """Lines that extensions add."""
 
@@ -125,10 +126,10 @@ def causes_of(history: RequestHistory, histories: Histories, log: StoredLog) -> 
 
 
 def folded(causes: Sequence[Cause]) -> list[Cause]:
-    """Return the causes with less repetition, for people.
+    """Combine causes that repeat each other, so that people can read the list.
 
     A broken rule and the quarantine because of that rule become one cause. More than `_MAX_LOOKUPS` lookups whose
-    answers differ only in numbers become one cause, too, if no other cause lies between these lookups.
+    answers differ only in numbers become one cause if no other cause lies between these lookups.
     """
     result: list[Cause] = []
     for cause in _fewer_lookups(causes):
@@ -164,7 +165,7 @@ def _one_lookup(same: Sequence[Cause]) -> Cause:
     text = "".join(before if before == after else f"{before} → {after}" for before, after in parts)
     text += lookups_in_a_row(num_times, last.until_ns - first.time_ns, first.waited_ns) + first.held
     if last.reasons:
-        text += f"; reasons of the last lookups, from event {last.sequence} ({milliseconds(last.time_ns)} ms) on:"
+        text += f"; reasons of the lookups from event {last.sequence} ({milliseconds(last.time_ns)} ms) on:"
     return attrs.evolve(
         last,
         sequence=first.sequence,
@@ -178,7 +179,7 @@ def _one_lookup(same: Sequence[Cause]) -> Cause:
 def sums_by_reason(sums: Sums) -> list[tuple[Reason, int, int]]:
     """Return rows of (reason, missed tokens, tokens computed again).
 
-    Rows with the most tokens computed again come first, rows with a reason in `BY_DESIGN` last.
+    The rows are sorted by tokens computed again, the largest number first. Rows with a reason in `BY_DESIGN` come last.
     """
     missed, again = sums.misses(), sums.recomputed + sums.computed_twice
     found = [(reason, missed[reason], again[reason]) for reason in Reason if missed[reason] or again[reason]]
@@ -186,7 +187,7 @@ def sums_by_reason(sums: Sums) -> list[tuple[Reason, int, int]]:
 
 
 def balance(sums: Sums) -> str:
-    """Return where the tokens that requests needed came from, as an equation."""
+    """Return an equation: the number of needed tokens is the sum of the tokens from each source."""
     parts = {
         "from vLLM's prefix cache": sums.num_retained,
         "loaded": sums.to_load[LoadFate.LOADED],
@@ -204,7 +205,7 @@ def duplicated_text(sums: Sums) -> str:
     named = [f"{plural(count, 'token')} of the prefix that ends with chunk {key}" for key, count in prefixes]
     num_others = len(sums.duplicated) - len(prefixes)
     others = [f"{num_others} more"] if num_others else []
-    return f"duplicated, because another load in flight loaded them too: {', '.join((*named, *others))}"
+    return f"duplicated, because another load in flight loaded the same tokens: {', '.join((*named, *others))}"
 
 
 @attrs.frozen
@@ -284,7 +285,7 @@ class _Chain:
         last = before[-1] if before else None
         if last is not None and isinstance(last.event, e.CacheReset) and last.time_ns == cause.time_ns:
             cause.evidence = (last.sequence,)
-            cause.text += f"; inferred: the cache reset at event {last.sequence} took its blocks"
+            cause.text += f"; inferred: the cache reset at event {last.sequence} took the request's blocks"
             return
         if step is None or not isinstance(step.event, e.StepScheduled):
             cause.text += "; the step for which vLLM took the request's blocks is not in the log"
@@ -303,11 +304,11 @@ class _Chain:
         cause.text += f". In step {event.step} (event {step.sequence}) {ran}"
         full = ""
         if own is not None and own.is_full:
-            full = f"its own {plural(own.num_blocks, 'block')} were full, so it needed another one"
+            full = f"this request's {plural(own.num_blocks, 'block')} were full, so it needed another block"
         if others:
             cause.text += (
                 f", and blocks went to {', '.join(others)}. vLLM takes a running request's blocks when another request "
-                "needs one and none is free; inferred: it took this request's blocks for that request"
+                "needs one and none is free; inferred: vLLM took this request's blocks for that request"
                 f"{f' ({full} itself)' if full else ''}"
             )
         elif full:
@@ -355,7 +356,7 @@ class _Chain:
         parts.append(f"{num_left} left to compute")
         text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"
         held = self._held_text(admission.num_held)
-        text += f"; including its blocks, requests hold {held}" if held else ""
+        text += f"; all requests together now hold {held}" if held else ""
         left = (*admission.not_loaded, *admission.missed)
         cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=left)
         cause.num_blocks_held = admission.num_held
@@ -399,7 +400,8 @@ def _dated(num_tokens: int, reset_sequence: int) -> str:
 def _awaited_text(load: SharedLoad) -> str:
     where = _where(load.first_token, load.end_token, None)
     return (
-        f"; it waits for load {load.job_id} of {load.request_id} (event {load.sequence}), which already loads {where}"
+        f"; the request waits for load {load.job_id} of {load.request_id} (event {load.sequence}), which already loads "
+        f"{where}"
     )
 
 

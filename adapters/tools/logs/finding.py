@@ -31,8 +31,9 @@ def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) ->
 
     These rules are tried in this order until one fits a request: the id equals the text, has the text as a whole part
     between hyphens, begins with the text, or contains the text. In `cmpl-chat-1-0-8f3a1c5e`, the client's id `chat-1`
-    is such a part, because vLLM's front ends write something before and after it. Logs cut a long id. It is found by
-    its hash, or by its beginning if vLLM has written something before the id.
+    is such a part, because vLLM's front ends write something before and after it. Logs cut a long id and
+    append a hash of the whole id. The hash is compared, or the beginning if vLLM wrote something before the client's
+    id.
 
     Args:
         known: each log with the ids of its requests, in the order of their arrival.
@@ -62,14 +63,14 @@ def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) ->
         raise RequestAmbiguous(f"{wanted!r} is in the ids of several requests, the shortest first: {_first_of(names)}")
     last = list(dict.fromkeys(name for _, name in reversed(have)))
     nearest = _nearest(wanted, last)
-    offered = f"did you mean: {_first_of(nearest)}" if nearest else f"the last ones are: {_first_of(last) or 'none'}"
+    offered = f"did you mean: {_first_of(nearest)}" if nearest else f"the last requests: {_first_of(last) or 'none'}"
     raise RequestUnknown(f"no request has {wanted!r} in its id; {offered}")
 
 
 def request_ids(log: StoredLog, given: str, output: Progress) -> dict[str, None]:
     """Return the request ids that may fit the given text, in the order of arrival.
 
-    These are at least the ids that contain the text. If no id contains the text, they are all ids.
+    The result has at least every id that contains the text. If no id contains the text, the result has all ids.
     """
     part = logged_request_id(given)
     index = index_for(log, output, part)

@@ -1,12 +1,12 @@
 """Groups what is wrong in a log into findings, one for each cause. Each fault in a finding is called a breach.
 
-- A finding begins with a breach about one life of a request. Later breaches about the same life, and breaches that
-  became visible at the same observation, belong to the same finding.
+- A finding begins with a breach about one life of a request. Later breaches about this life belong to the same finding,
+  and so do breaches at the observation at which the finding began.
 - A divergence belongs to the finding about its life or its observation. All other divergences of decisions form one
   finding, because one change of the code explains all of them.
 - Breaches of a rule that concern no request form one finding if their texts differ only in numbers.
 
-`verify`, the page and the Python API count findings with this module. `docs/decisions/0069` has the reasons.
+`verify`, the HTML page and the Python API count findings with this module. `docs/decisions/0069` has the reasons.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Breach:
     what: str
     detail: str
     sequence: int | None = None
-    """Sequence number of the event; None: unknown."""
+    """Sequence number of the first event with this breach; None: unknown."""
     time_ns: int = 0
     request_id: str = ""
     generation: int | None = None

@@ -1,7 +1,7 @@
 """The history of one request, and the events to which the history refers.
 
 Both come from the log's index. Without an index, the log is read twice: first for the history, then for these events.
-Only at the end of the log is the history complete.
+The reason is that a history is complete only at the end of the log.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvledger.lifecycle.reader import Reader
 class NamedEvent:
     """An event to which a history refers.
 
-    `time_ns` is the time since the log was opened. For a decision, it is the time of the observation.
+    `time_ns` is the time since the log was opened. A decision has the time of the observation that caused it.
     """
 
     sequence: int
@@ -51,7 +51,7 @@ class Histories:
 def read_histories(log: StoredLog, selection: Selection, request_id: str, output: Progress) -> Histories:
     """Return the histories of a request up to the end of the selection.
 
-    The beginning of the selection is ignored, because earlier events are among the reasons.
+    Events before the selection are read, too, because they can be the reason why tokens were computed.
     """
     index = index_for(log, output, request_id) if selection.last_sequence is None else None
     if index is not None:

@@ -62,7 +62,7 @@ def unpacked(stored: bytes, value_type: type[_Value]) -> _Value:
 
 @attrs.frozen
 class SegmentStart:
-    """A segment that was read, its first event, and how much the index had read before this segment."""
+    """A segment that was read, its first event, and how much of the log had been read before this segment."""
 
     name: str
     first_sequence: int
@@ -104,7 +104,7 @@ class Contents:
         return self.is_of(log) and self.extent == extent_of(log) and self._has_segments_of(log)
 
     def describes_beginning(self, log: StoredLog) -> bool:
-        """Whether the index describes this log, perhaps before events were appended or old segments were retired."""
+        """Whether the index describes this log as it is, or as it was before events were appended or retired."""
         last, num_bytes = self.extent
         files = {file.name: file for file in log.files()}
         if not self.is_of(log) or last not in files or not self._has_segments_of(log):
@@ -162,7 +162,7 @@ class IndexMemory(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def folded_by(log: StoredLog) -> str:
-    """Return hashes of the code that reads and indexes the log, and whether it trusts snapshots of other code."""
+    """Return hashes of the code that reads and indexes the log, and whether snapshots of other code are trusted."""
     code = [hash_of_reader(), *map(hash_of_package, (__name__, reasons.__name__)), hash_of_module(figures.__name__)]
     return f"{dict(log.core.code)} {' '.join(code)}{' and others' * log.trusts_snapshots}"
 

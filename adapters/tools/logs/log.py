@@ -236,7 +236,7 @@ class StoredLog:
     def other_code_remarks(self) -> list[str]:
         """A remark if other code than this wrote the log, so that repeated decisions may differ; else empty."""
         other = self.core.other_code(self.header) if self.header else ""
-        return [f"decisions were repeated by other code ({other}), which can cause divergences"] if other else []
+        return [f"the log was written by other code ({other}), which can cause divergences"] if other else []
 
     @property
     def skipped(self) -> Mapping[str, int]:
@@ -255,7 +255,7 @@ class StoredLog:
 
     @property
     def head_hash(self) -> str:
-        """Chain hash (hex) of the last frame that was read. A copy of the hash shows later if the log was rewritten."""
+        """Chain hash (hex) of the last frame that was read. Keep a copy to see later whether the log was rewritten."""
         return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
 
     @_was_open.default
@@ -328,10 +328,12 @@ class StoredLog:
                 return
 
     def batches_behind(self, sequence: int, head_hash: str = "") -> Iterator[Batch]:
-        """Yield the batches after the last event of an earlier reading that missed no event. Count only these batches.
+        """Yield the batches after the last event of an earlier reading that missed no event.
+
+        The counters of this log then count only these batches.
 
         Args:
-            sequence: the number of that event. It must be the last event of its frame.
+            sequence: sequence number of that event. The event must be the last event of its frame.
             head_hash: chain hash (hex) of that frame, from which the next frame must follow. Empty: not checked. Leave
                 it empty if the next frame begins a segment whose header was compared before.
 

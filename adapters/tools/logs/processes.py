@@ -39,9 +39,9 @@ class Processes:
     def submit(
         self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Future[_Result]:
-        """Call the function in one of the processes, in the order of submission.
+        """Call the function in one of the processes. Calls begin in the order of submission.
 
-        The future raises `BrokenExecutor` if that process was killed.
+        The future raises `BrokenExecutor` if one of the processes was killed.
         """
         # Only this process handles Ctrl-C. A child that has just started would print a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -80,7 +80,7 @@ class SeparateProcesses:
     def submit(
         self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Future[_Result]:
-        """Call the function, in the order of submission.
+        """Call the function. Calls begin in the order of submission.
 
         The future raises `ProcessLost` if no try found a process that lived to the end of the call. If the function
         raises, the future raises the same exception.
@@ -139,7 +139,7 @@ def separate_processes(number: int) -> Iterator[SeparateProcesses]:
 
 
 def _end_with(reader: Connection) -> None:
-    """End this process when the other end of the pipe is closed. That end also closes when its process dies."""
+    """End this process when the starting process closes its end of the pipe, or dies."""
 
     def wait() -> None:
         reader.poll(None)

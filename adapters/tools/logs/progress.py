@@ -1,4 +1,4 @@
-"""Callbacks that report the progress of a long reading, on a terminal, on a page or not at all."""
+"""Callbacks that report the progress of a long reading, for example on a terminal."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def begin_accounts(
 
 
 def take_batch(reader: Reader, log: StoredLog, batch: Batch) -> None:
-    """Pass the batch that was just read, and the gap before it, to a reader. Leave out what the snapshot contains."""
+    """Pass the batch that was just read, and the gap before it, to a reader. Omit events that the snapshot contains."""
     gap = batch.gap
     if gap is not None and not gap.is_in_snapshot:
         reader.lost(gap.first_sequence, gap.last_sequence)

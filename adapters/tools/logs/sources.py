@@ -40,11 +40,11 @@ class EngineStart:
     workers: tuple[Path, ...]
     """The workers' logs, in the order in which they were opened."""
     opened_at: int
-    """When the scheduler's log was opened, in nanoseconds since 1970. If there is none, when a worker's log was."""
+    """When the scheduler's log or, without one, the first worker's log was opened, in nanoseconds since 1970."""
     engine_id: str = ""
     """vLLM's engine id; empty: not in the log. With data parallelism, the ids of the engines end with `_dpN`."""
     connector: str = ""
-    """The recorded connector; empty: kvledger's own."""
+    """Name of the recorded connector; empty: the start used kvledger's own connector."""
 
     @property
     def logs(self) -> list[Path]:
@@ -117,7 +117,10 @@ def find_logs(
 
 
 def _has_traces(directory: Path, on_remark: Callable[[str], None]) -> bool:
-    """Whether the directory was a log whose segments are gone. A remark reports traces that are not regular files."""
+    """Whether the directory was a log whose segments are gone, as its record of the end or of retirements shows.
+
+    If such a record is not a regular file, print a remark and return False.
+    """
     try:
         return bool(traces_of_log(directory))
     except RefusedFile as error:
@@ -227,7 +230,8 @@ def _assigned(schedulers: Iterable[_Log], workers: Iterable[_Log]) -> Iterator[t
 
     A worker's log has the same engine id and connector as its scheduler's log. This is not enough, because an engine id
     that the configuration sets stays the same after a restart. A worker's log therefore belongs to the scheduler's log
-    of the same process. If that process has none, it belongs to the first scheduler's log that was opened after it.
+    of the same process. If that process has no scheduler's log, the worker's log belongs to the next scheduler's log
+    that was opened.
     """
     schedulers = list(schedulers)
     pairs = []
@@ -257,7 +261,7 @@ def _order(log: _Log) -> tuple[int, str]:
 
 
 def _may_be_log(path: Path) -> bool:
-    """Whether a directory is a log, was a log whose segments are gone, or cannot be read. Opening it reports why."""
+    """Whether a directory is a log, was a log whose segments are gone, or cannot be read. Opening it shows which."""
     try:
         return bool(segment_paths(path) or traces_of_log(path))
     except FileNotFoundError:

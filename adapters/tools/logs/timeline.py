@@ -1,6 +1,6 @@
 """The timeline of a request as groups of events, in words. Most groups are an observation with all its decisions.
 
-Consecutive steps in which a request only computes and saves become one group. Equal lookups in a row also become one.
+Consecutive steps in which a request only computes and saves become one group. So do equal lookups in a row.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Timelines(ObservationVisitor):
             group.num_blocks = len(event.block_ids)
 
     def _add_lookup(self, seen: _Seen) -> None:
-        """Add a lookup. The answer of a recorded connector is a later event. It is added to the lookup's group."""
+        """Add a lookup. A recorded connector's answer is a later event, which is added to the lookup's group."""
         groups = seen.groups
         asked = groups.pop() if groups and groups[-1].texts == [_NO_ANSWER] else None
         before = groups[-1] if groups else None

@@ -26,8 +26,8 @@ class LogTotals(Visitor[Model]):
         model: the reader's model.
         state: the totals so far; default: zero.
         is_complete: False if `state` lacks events before the first event that is read.
-        on_took: called with each duration that is added, and a request id. For the time in which a request recovered,
-            this is the request's id; for the time of a report, it is empty.
+        on_took: called with each duration that is added, and a request id: the id of the request that recovered, or an
+            empty text if the duration is from a report.
     """
 
     needs = ("lives", "copies", "answers")

@@ -81,7 +81,7 @@ class Verification:
 
 @attrs.frozen
 class EndState:
-    """The part of the state at the end of the log that a verification reports."""
+    """What a verification reports about the state at the end of the log."""
 
     num_open_requests: int | None
     """Requests that had arrived and not finished; None: unknown, because events before the end are missing."""
@@ -245,7 +245,7 @@ def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_co
 
 
 def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
-    """Return what went wrong in the worker that wrote this log. For a scheduler's log, return this for its workers."""
+    """Return what went wrong in the worker that wrote this log, or in the workers of this scheduler's log."""
     if calls is None:
         return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(log).items())
     trouble = calls.trouble(is_over=log.ending.how is not HowEnded.OPEN)
@@ -317,12 +317,13 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
         how_many = f"{plural(len(segments), 'segment')}, the last at {at:%Y-%m-%dT%H:%M:%SZ}"
         events = f"events {first.first_sequence}–{last.last_sequence}"
         remarks.append(
-            f"{events} were retired by {reason} ({how_many}); the remaining events fit the chain hash recorded for them"
+            f"{events} were retired by {reason} ({how_many}); the remaining events follow from the recorded chain hash "
+            "of the retired ones"
         )
     if retired and not retired[-1].is_rest_verifiable:
         remarks.append(
-            f"{retired[-1].segment} was deleted to free space before there was a snapshot of the state after it, so "
-            "later events cannot be verified up to the next snapshot"
+            f"{retired[-1].segment} was deleted to free space although there was no snapshot of the state after it, so "
+            "the events from there to the next snapshot cannot be verified"
         )
     return remarks
 
@@ -342,7 +343,7 @@ def _absence(extension: Extension, judgement: Judgement, num_events: int) -> str
     rules = f"; its rules {', '.join(declared.rules)} were not checked" if declared.rules else ""
     return (
         f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
-        f"installed here. Its sub-states were taken from the table in the header, {plural(num_events, 'event')} of "
+        f"installed here. Its sub-states were taken from the table in the header, and {plural(num_events, 'event')} of "
         f"extensions {'was' if num_events == 1 else 'were'} accepted{rules}. It may have "
         f"influenced the decisions on {plural(judgement.num_unjudged, 'observation')}, which were not repeated. "
         "Install it, or name it with --extensions"

@@ -34,8 +34,8 @@ class Run(NamedTuple):
 class LruStack:
     """Kept keys in the order of their last use.
 
-    Every use is of a whole prefix. The prefix's keys become the youngest, and its first key the youngest of all, as in
-    kvledger's pool. Keys of a prefix that were last used together are next to each other, so one number per use is
+    Every use is of a whole prefix. The prefix's keys become the youngest keys. Its first key is the youngest of all, as
+    in kvledger's pool. Keys of a prefix that were last used together are next to each other, so one number per use is
     enough.
 
     Args:

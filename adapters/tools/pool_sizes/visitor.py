@@ -183,7 +183,7 @@ class PoolSizes(Visitor[Model]):
 
     @on(e.SaveDeclined)
     def _declined(self, event: e.SaveDeclined) -> None:
-        """Add the chunks, because a larger pool would have had room."""
+        """Add the chunks that were not saved for lack of room, because a larger pool would have had room."""
         life = self.model.lives.of(event.ordinal)
         if life is not None and event.reason == e.POOL_FULL:
             end = event.first_chunk + event.num_chunks

@@ -30,7 +30,7 @@ class Accounts(Visitor[Model]):
     Args:
         model: the reader's model.
         request_id: the only request whose accounts are kept; None for all requests.
-        on_end: called with each life's history when the life ends. `histories` has the histories of all other lives.
+        on_end: called with each life's history when the life ends. `histories` has the lives that have not ended.
         keeps_histories: whether histories contain more than token counts.
     """
 

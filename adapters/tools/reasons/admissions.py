@@ -46,7 +46,10 @@ class Admissions:
 
     @staticmethod
     def note_not_loaded(account: Account, admission: Admission, load: Load, evidence: tuple[int, ...]) -> None:
-        """Record that the load brought no token. The first time, also record that its tokens were never computed."""
+        """Record that the load brought no token.
+
+        If no load of the present admission failed before, also record that the load's tokens were never computed.
+        """
         first, end = load.first_token, load.first_token + load.num_tokens
         if not admission.not_loaded and admission is account.admission:
             account.never_computed = first, end
@@ -127,7 +130,7 @@ class Admissions:
         history.keep(history.lookups, lookup)
 
     def _awaited(self, life: Life, event: e.LookupDeferred) -> SharedLoad | None:
-        """Return the load of the same tokens for which a lookup is deferred; None if it waits for another copy.
+        """Return the load for which a lookup is deferred, if the load has tokens of this lookup; otherwise None.
 
         In a model with windows, a lookup also waits for loads of other tokens, because only one load runs at a time.
         """
@@ -245,7 +248,7 @@ class Admissions:
 
     @staticmethod
     def start_late(account: Account, admission: Admission, first_token: int) -> None:
-        """Count the tokens after the claimed tokens and before `first_token` (of the first step) as from elsewhere."""
+        """Add the tokens between the claimed tokens and `first_token` (of the first step) to `num_elsewhere`."""
         covered = admission.num_retained + admission.num_claimed
         first_token = min(first_token, admission.num_tokens)
         if first_token <= covered:

@@ -58,7 +58,7 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self if earlier is self.earlier else msgspec.structs.replace(self, earlier=earlier)
 
     def settled(self, status: ChunkStatus, sequence: int, cause: int, detail: str = "") -> ChunkFact:
-        """Return the fact that follows this fact about a save, when the save has completed or failed."""
+        """Return the next fact after this fact about a save: the save has completed or failed."""
         earlier = None if status is ChunkStatus.SAVED else self.earlier
         return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
 
@@ -109,7 +109,10 @@ class ChunkHistory:
                 del self._state.gone[key]
 
     def known_again(self, keys: Iterable[bytes], since: int, sequence: int, life: Life) -> None:
-        """Replace facts about unsaved chunks from before event `since`, because this life has computed the chunks."""
+        """Replace facts about unsaved chunks if these facts are older than event `since`.
+
+        The given life has computed the chunks.
+        """
         for key in keys:
             fact = self._state.gone.get(key)
             if fact is not None and fact.status is ChunkStatus.KNOWN and fact.sequence < since:
@@ -151,7 +154,7 @@ class ChunkHistory:
                 self._put(key, before.settled(status, sequence, cause, error))
 
     def declined(self, keys: Iterable[bytes], num_chunks: int, fact: ChunkFact) -> None:
-        """Record that chunks were not saved: of those that are not in the pool, the first `num_chunks`."""
+        """Record that the first `num_chunks` of the chunks that are not in the pool were not saved."""
         for key in keys:
             if num_chunks == 0:
                 break

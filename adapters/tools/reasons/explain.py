@@ -65,7 +65,7 @@ class Explainer:
     ) -> tuple[Span, ...]:
         """Return the reasons of tokens for which the log has no lookup.
 
-        This is `reason`, except for tokens that no cache could have spared.
+        The reason is `reason`, except for tokens that no cache could have spared.
         """
         last = num_tokens - 1
         after_hit = _AfterHit(self, life, account, sequence, None, reason)

@@ -40,7 +40,7 @@ class Load:
     """A load in flight."""
 
     ordinal: int
-    """Ordinal of the load's life; `NEVER` if the life has ended. The load then counts only for the whole log."""
+    """Ordinal of the load's life; `NEVER` if the life has ended. Then only the sums of the log count the load."""
     admission: int
     """Sequence number of the load's admission; 0: not in the log."""
     first_token: int
@@ -57,15 +57,15 @@ class Account:
     tail: Tail | None = None
     answer: Answer | None = None
     last_lookup: e.LookupAnswered | e.LookupDeferred | None = None
-    """Last answer or deferral after the request last got blocks; None: none."""
+    """Last answer or deferral since the request got blocks; None: no lookup since then."""
     admission: Admission | None = None
     allocated_without_answer: int = 0
     """Sequence number of an allocation without a lookup. The next step completes the admission."""
     is_computing: bool = False
     """Whether a step has scheduled the request since its admission."""
     started_at: int = 0
-    """Sequence number of the last admission after which a step ran the request. A reset makes tokens stale that were
-    computed after this admission."""
+    """Sequence number of the last admission after which a step ran the request. If the cache is reset later, the
+    tokens that were computed between this admission and the reset are stale."""
     deferrals: tuple[int, ...] = ()
     """Sequence numbers of the first and the last of consecutive `lookup.deferred` events."""
     num_deferred: int = 0
@@ -133,7 +133,7 @@ class Memory:
         return self._only is None or request_id == self._only
 
     def account(self, life: Life | None) -> Account | None:
-        """Return the account of a life, or a new account. None: there is no life, or its account is not kept."""
+        """Return the account of a life; make it if necessary. None: there is no life, or its account is not kept."""
         if life is None or not self.is_kept(life.request_id):
             return None
         account = self.state.accounts.get(life.request_id)

@@ -73,11 +73,11 @@ class Admission:
     duplicated: SharedLoad | None = None
     """The load in flight that shared the most tokens with this admission's load when that load was issued."""
     num_before_reset: int = 0
-    """Claimed tokens that were computed before vLLM reset its own prefix cache, but not the connector's."""
+    """Claimed tokens that were computed before a reset of only vLLM's own prefix cache."""
     num_retained_before_reset: int = 0
-    """Tokens in vLLM's prefix cache that another request loaded after a reset, but that were computed before it."""
+    """Tokens in vLLM's prefix cache that were computed before a reset of it, and loaded by another request later."""
     reset_sequence: int = 0
-    """Sequence number of the last reset that the two numbers above count; 0 if both are 0."""
+    """Sequence number of the last reset to which `num_before_reset` and `num_retained_before_reset` refer; 0: none."""
     num_held: int = 0
     """Blocks that all requests held, including the admitted one; 0 if unknown."""
 

@@ -54,7 +54,7 @@ class Rows:
 
 
 class TraceRows(Sink):
-    """Makes the rows of requests, copies, lookups and steps, which the trace shows."""
+    """Makes the rows of the tables `requests`, `copies`, `lookups` and `steps` from a trace."""
 
     needs_memory_gauges = False
     needs_recoveries = False

@@ -150,8 +150,12 @@ COMMON: Final = (
     _int("sequence", "sequence number of the event, for `--since` and `--until` of other commands"),
 )
 _REQUEST_ID = _text("request_id", "vLLM's id of the request")
-_ORDINAL = _int("ordinal", "number of the life; with `start` the key of `requests`. null: the log lacks the arrival")
-_GENERATION = _int("generation", "how often the request had lost computed tokens by then (preemptions and rollbacks)")
+_ORDINAL = _int(
+    "ordinal", "number of the life; `start` and `ordinal` are the key of `requests`. null: the log lacks the arrival"
+)
+_GENERATION = _int(
+    "generation", "how often the request had lost computed tokens up to `time`, by preemptions and rollbacks"
+)
 
 _REQUESTS = Table(
     "requests",
@@ -244,9 +248,9 @@ _COPIES = Table(
         _int("duration_ns", "from the decision to the end of the copy, or to the end of the log"),
         _int(
             "worker_ns",
-            "sum of the times that workers measured. Workers report the saves of a step together, so each save gets a "
-            "share of their time by its bytes. The rows add up to `save_duration_ns` and `load_duration_ns` of "
-            "`kvledger stats`",
+            "sum of the times that workers measured. Workers report the saves of a step together, so these saves share "
+            "the reported time in proportion to their bytes. The rows add up to `save_duration_ns` and "
+            "`load_duration_ns` of `kvledger stats`",
         ),
         _text("outcome", "`completed`, `failed`, `given up` (a rank never reported it) or `open`"),
         _text("error", "the error that a worker reported; null: none"),
@@ -298,7 +302,10 @@ _REASONS = Table(
     "Loads that failed after their request was released have rows without a request.",
     (
         _text("request_id", "vLLM's id of the request; null: loads that failed after their request was released"),
-        _int("ordinal", "number of the life; with `start` the key of `requests`. null if `request_id` is null"),
+        _int(
+            "ordinal",
+            "number of the life; `start` and `ordinal` are the key of `requests`. null if `request_id` is null",
+        ),
         _text(
             "kind",
             "`missed` (left to compute when the request got blocks), `recomputed` (computed before a preemption and "
@@ -311,7 +318,7 @@ _REASONS = Table(
 _VIOLATIONS = Table(
     "violations",
     "One row per violation of a rule that `kvledger verify` finds, for the first 1,000 violations in each log. A rule "
-    "that is broken only later has one row without `sequence` and `detail`.",
+    "that is broken only after these 1,000 has one row without `sequence` and `detail`.",
     (
         _int("rank", "rank of the worker that wrote the log; null: the scheduler wrote it"),
         _text("rule", "the [rule](invariants.md)"),

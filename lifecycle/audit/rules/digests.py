@@ -34,7 +34,7 @@ class _OfLife(msgspec.Struct):
     generation: int
     life: Life
     seen: dict[_Place, tuple[int, int]] = {}
-    """Place → (digest, sequence number of the event that recorded it), in this generation."""
+    """(rank, group, block) → (digest, sequence number of the event that has the digest), in this generation."""
     was_cut: bool = False
     """Whether tokens of the life were replaced, so that its keys do not identify the pages that it saved before."""
 
@@ -42,13 +42,14 @@ class _OfLife(msgspec.Struct):
 class BytesUnchanged(Checker):
     """BYTES_UNCHANGED: a load brings the bytes that were saved for its tokens, and a full block does not change.
 
-    Verifies: if the log has digests (`pages.digested`), a loaded page has the digest of a save since the last reset, of
-    the same chunk, position, group and rank. This is checked in host memory before the load and in the block after it.
+    Verifies: if the log has digests (`pages.digested`), a loaded page has a digest that a page had when it was saved.
+    The saved page is of the same chunk, position, group and rank, and was saved after the last reset. The loaded page
+    is checked in host memory before the load, and in its block after the load.
     Two digests of one full block of a request are equal while the request keeps its blocks. The checker names the first
     block that differs, and whether it already differed in host memory.
     Does not verify: pages without digests; partly filled blocks; pages whose save is not in the log or is more than
-    65536 pages back; pages whose save was reported, without digests, only after the workers were asked; that the
-    computed KV is right.
+    65536 pages back; pages of a save that was reported only in answer to a reminder, because such a report has no
+    digests; that the computed KV is right.
     """
 
     rule = "BYTES_UNCHANGED"
@@ -146,7 +147,9 @@ class BytesUnchanged(Checker):
                 place = (event.rank, event.group, block)
                 before, evidence = of_life.seen.setdefault(place, (digest, self.moment.sequence))
                 if before != digest:
-                    detail = f"is now {_hex(digest)} and was {_hex(before)}, although the request kept its blocks"
+                    detail = (
+                        f"the digest is now {_hex(digest)} and was {_hex(before)}, although the request kept its blocks"
+                    )
             if detail:
                 self.broken(f"{_where(event, number)}: {detail}", evidence)
                 return  # later blocks mostly show the same error

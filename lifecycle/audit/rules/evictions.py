@@ -84,9 +84,9 @@ class HitPinned(Checker):
 class WaitingKept(Checker):
     """WAITING_KEPT: chunks that a preempted request will load again are not evicted.
 
-    Verifies: no whole chunk that a request had computed is evicted from the request's preemption until it has blocks
-    again or ends. This is checked if the configuration keeps such chunks (`keep_for_preempted`, decision 0009). A save
-    that would need their slots is declined.
+    Verifies: from a request's preemption until it has blocks again or ends, none of its computed whole chunks is
+    evicted. This is checked if the configuration keeps such chunks (`keep_for_preempted`, decision 0009). A save that
+    would need the slots of these chunks is declined.
     Does not verify: chunks that an answer has already promised to the request (HIT_PINNED); the order in which other
     chunks are evicted (EVICTION_ORDER); chunks that were tainted or are from before a reset.
     """
@@ -108,7 +108,7 @@ POOL_FULL = "pool_full"
 class PinBalance(Checker):
     """PIN_BALANCE: no chunk is kept for a request that will not use it.
 
-    If a chunk is kept too long, this rule shows that when a save is declined because of it.
+    A chunk that is kept too long breaks this rule when a save is declined for lack of the chunk's slots.
 
     Verifies: whenever a save is declined with `pool_full`, there are too few free slots, and evicting all chunks that
     may leave would not free enough.
@@ -124,7 +124,7 @@ class PinBalance(Checker):
         """(sequence number, settled tokens) of the last preemption. A declined tail ends with these tokens."""
 
     def visits(self) -> Visits:
-        """Return the visits of the checker; none if a group has a window, because the rule is not checked then."""
+        """Return pairs (event class, method); none if a group has a window, because the rule is not checked then."""
         return [] if self.layout.has_windows else super().visits()
 
     @on(e.RequestPreempted)
@@ -168,9 +168,9 @@ class PinBalance(Checker):
 class EvictionOrder(Checker):
     """EVICTION_ORDER: of the chunks that may leave, the least recently used one leaves first.
 
-    Each use makes all chunks of a prefix the most recently used ones, and among them the first chunk of the prompt the
-    most recent one. A chunk therefore never leaves before the chunks that follow it. A prefix stays as long as
-    something needs it. It is used at the end of such a need:
+    Each use of a prefix makes its chunks the most recently used ones. The first chunk of the prompt counts as the most
+    recent of them, so a chunk never leaves before the chunks that follow it. A prefix stays as long as something needs
+    it. The end of each need counts as a use of the prefix:
 
     - An answer that promised the prefix is claimed, replaced or withdrawn.
     - A preempted request that waited for the prefix gets blocks or ends.
@@ -178,12 +178,13 @@ class EvictionOrder(Checker):
 
     A request that is preempted or ends uses all of its chunks.
 
-    Verifies: for every evicted chunk, in the order of the event, each chunk that was used earlier had to stay. A chunk
-    has to stay if something needs a prefix with it, or if it is one of the settled chunks of the request that saves.
-    No settled chunk of the request that saves is evicted, and no chunk of a prefix that a copy in flight needs.
+    Verifies: whenever a chunk is evicted, each chunk that was used earlier and is still in the pool has to stay. An
+    event evicts its chunks in the order in which it lists them. A chunk has to stay if something needs a prefix that
+    contains it, or if it is one of the settled chunks of the request that saves. No settled chunk of the request that
+    saves is evicted. No chunk of a prefix that a copy in flight needs is evicted.
     Does not verify: evicted chunks that were promised, waited for or read (HIT_PINNED, WAITING_KEPT, EVICT_IDLE_ONLY);
-    whether so many evictions were needed; the order of uses before the audit's start. The rule is not checked with an
-    extension that chooses which chunks are evicted last.
+    whether so many evictions were needed; the order of uses before the audit's start. The rule is not checked if an
+    extension chooses which chunks are evicted last.
     """
 
     rule = "EVICTION_ORDER"

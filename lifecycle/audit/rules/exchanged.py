@@ -33,21 +33,22 @@ class ToldAsDecided(Checker):
 
     Verifies: of each `hooks.exchanged`, for the time since the previous one:
 
-    - It lists no difference. One difference is allowed: an answer of 0 tokens instead of the decided answer, if the
-      decision was withheld or the request is quarantined.
+    - It lists no difference. However, an answer of 0 tokens instead of the decided answer is allowed if the decision
+      was withheld or the request is quarantined.
     - The log has the same numbers of arrivals, answers, tokens in answers, asynchronous and deferred answers,
       allocations, ends of requests, held blocks, entries in the metadata of steps, reports, blocks that were not
       filled, ends of loads, and resets.
-    - Each rank gave vLLM the ends that it was asked to give, within 64 steps if there is no other connector.
-    - Each rank reported as not filled, once, the blocks of its loads that failed in their step and the blocks that no
-      copy fills.
+    - Each rank gave vLLM the ends that the rank was asked to give. If there is no other connector, this took at most 64
+      steps.
+    - Each rank reported each unfilled block once: the blocks of its loads that failed within a step, and the blocks
+      that no copy fills.
 
-    When a step is recorded or the connector shuts down, a `hooks.exchanged` has counted everything before it.
+    Before a step is recorded, and before the connector shuts down, a `hooks.exchanged` counts everything so far.
 
-    Does not verify: anything before the first `hooks.exchanged` that is audited, so a connector that never records one
-    is not checked; the time between two of these events if a hook failed in it; anything after the model was declined
-    or the ledger became corrupt; what else vLLM and the workers do with the values. Only digests show that a worker
-    mixes up the slots of saves that it copies together (BYTES_UNCHANGED).
+    Does not verify: anything before the first `hooks.exchanged` that is audited (so a connector that never records this
+    event is not checked); the time between two of these events if a hook failed in that time; anything after the model
+    was declined or the ledger became corrupt; what else vLLM and the workers do with the values. Only digests show that
+    a worker mixes up the slots of saves that it copies together (BYTES_UNCHANGED).
     """
 
     rule = "TOLD_AS_DECIDED"
@@ -98,7 +99,7 @@ class ToldAsDecided(Checker):
             self._count("num_tokens", number * event.num_external_tokens)
 
     def _take_back(self, request_id: str) -> bool:
-        """Uncount the request's last answer, which vLLM did not get. Return whether there was one."""
+        """Uncount the request's last answer, which vLLM did not get. Return whether there was such an answer."""
         answer = self._answers.pop(request_id, None)
         if answer is not None:
             self._count_answer(answer, -1)

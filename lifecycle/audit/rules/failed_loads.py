@@ -22,8 +22,8 @@ class _Load:
     block_ids: tuple[int, ...]
     failed_at: int = 0
     reported_late_at: int = 0
-    """Sequence number of a failure that vLLM learns only from blocks that are reported later; 0: none. Until then, vLLM
-    may schedule the request."""
+    """Sequence number of a failure that vLLM learns only later, when blocks of the load are reported as not filled;
+    0: none. Until that report, vLLM may schedule the request."""
 
 
 class RollbackObserved(Checker):
@@ -31,11 +31,11 @@ class RollbackObserved(Checker):
 
     Verifies: at the first step after a failure:
 
-    - If a load within a step failed, its request was rolled back to before the load's end, preempted, looked up again
-      or ended since the load was issued. Otherwise the first step itself counts fewer tokens than the load's end. If
-      the load was not handed out, the failure counts from the moment when vLLM knows of it.
-    - If vLLM knows that a block is not filled, a request with this block counts no token in or after it as computed, or
-      has lost the block. This is checked at the first step that schedules the request, with one group of layers.
+    - If a load within a step failed, the step counts fewer computed tokens for the request than the load's end. This is
+      not checked if, since the load was issued, the request was rolled back to before the load's end, preempted, looked
+      up again or ended. If the load was not handed out, the first step after vLLM learns of the failure is checked.
+    - If vLLM knows that a block is not filled, a request that still has the block counts no token in the block or after
+      it as computed. This is checked at the first step that schedules the request, if there is one group of layers.
 
     Does not verify: asynchronous loads, because their requests have not begun to compute; loads that were given up
     because a rank did not report them; that vLLM learns of a load that was not handed out.
@@ -120,7 +120,7 @@ class RollbackObserved(Checker):
             num_computed_tokens = known.get(life.ordinal, self.lives.num_computed_tokens(life))
             if num_computed_tokens >= load.end_token:
                 detail = (
-                    f"load {job_id} of tokens to {load.end_token} failed, "
+                    f"load {job_id} up to token {load.end_token} failed, "
                     f"but the request goes on with {num_computed_tokens} tokens computed"
                 )
                 self.broken(detail, load.sequence, load.failed_at, request_id=load.request_id)
@@ -134,7 +134,7 @@ class RollbackObserved(Checker):
             num_computed_tokens = known.get(ordinal, self.lives.num_computed_before_step(life))
             if num_computed_tokens > first_token:
                 detail = (
-                    f"the request's block from token {first_token} on is not filled, "
+                    f"the request's block that begins at token {first_token} is not filled, "
                     f"but the request goes on with {num_computed_tokens} tokens computed"
                 )
                 self.broken(detail, sequence, request_id=request_id)
@@ -189,7 +189,7 @@ class FailedLoadTaint(Checker):
         self._fill(event.block_ids)
         life, maximum = self.moment.life, self.configuration.max_failed_loads
         if life is not None and life.num_failed_loads >= maximum:
-            detail = f"load {event.job_id} is issued after {life.num_failed_loads} failed ones; the limit is {maximum}"
+            detail = f"load {event.job_id} is issued after {life.num_failed_loads} failed loads; the limit is {maximum}"
             self.broken(detail, event.cause)
 
     @on(e.LoadFailed)

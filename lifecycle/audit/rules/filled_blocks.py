@@ -21,10 +21,10 @@ class LoadDstExclusive(Checker):
     - No other request has one of these blocks in its table when the load is issued, or gets one before the load ends.
     - While an asynchronous load is in flight, no step computes tokens of its request.
 
-    Does not verify: tables of quarantined requests; tables of requests whose load has failed, and of groups with a
-    window, because vLLM frees their blocks without a hook; that no forward in flight writes a block. If a request is
-    preempted before its load is reported, another load may fill its blocks for another request. Then the result depends
-    on the order of the two copies on the device, which the scheduler's log does not show.
+    Does not verify: tables of quarantined requests; tables of requests whose load has failed, and tables of groups
+    with a window, because vLLM frees these blocks without a hook; that no forward in flight writes a block. If a
+    request is preempted before its load is reported, another load may fill the same blocks for another request. Then
+    the result depends on the order of the two loads on the device, which the scheduler's log does not show.
     """
 
     rule = "LOAD_DST_EXCLUSIVE"
@@ -45,7 +45,7 @@ class LoadDstExclusive(Checker):
             self._check_filling(life, event.block_ids[:num_shared], is_shared=True)
 
     def _check_filling(self, life: Life, block_ids: Iterable[int], *, is_shared: bool = False) -> None:
-        """Report blocks that this life gets although a load of another request, which still has them, fills them."""
+        """Report blocks that this life gets while a load fills them for another request that still has them."""
         filled_by = self.copies.filled_by
         given: dict[int, int] = {}
         for block_id in block_ids:
@@ -114,10 +114,10 @@ class LoadXorStores(Checker):
 
     Verifies: no load in flight of the same request, and no asynchronous load of any request, fills a block that a save
     reads. That includes blocks that the request has just lost. A save before its step's forward may read the blocks of
-    loads that begin in the same step, because it precedes them. A save that is decided after a step may read the blocks
-    of loads within that step, because it follows them.
-    Does not verify: saves of other requests that share a block which is loaded within a step; whether a save is in
-    flight when a load begins, which does no harm if the two copies have no block in common.
+    loads that begin in the same step, because the save precedes these loads. A save that is decided after a step may
+    read the blocks of loads within that step, because the save follows these loads.
+    Does not verify: saves of other requests that share a block which is loaded within a step; loads that begin while a
+    save is in flight, which do no harm if the load and the save have no block in common.
     """
 
     rule = "LOAD_XOR_STORES"
@@ -151,10 +151,10 @@ class NewBlockExclusive(Checker):
     computed tokens of the lookup. The blocks after them are new, and only this request fills them.
 
     Verifies: at the first step after an allocation, and at each step that extends a table, no other request with
-    computed tokens has one of the new blocks: neither from before, nor as a new block of the same step.
+    computed tokens has one of the new blocks, whether it got the block earlier or in the same step.
     Does not verify: groups with a window and requests whose load has failed, because vLLM frees their blocks without a
     hook; blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests; if the audit begins in the middle of a
-    log, allocations before its start, and blocks of the prefix cache until the next step.
+    log, allocations before that point, and until the next step also blocks of the prefix cache.
     """
 
     rule = "NEW_BLOCK_EXCLUSIVE"

@@ -17,8 +17,9 @@ class CompletionOnce(Checker):
 
     - Each job id is issued once.
     - A report is about a job in flight, or about a save that was given up. It comes from ranks that exist and have not
-      reported the job before. If the workers were asked to report again, the job may be settled and the ranks may have
-      reported it. A load that was given up counts as settled, because its blocks may belong to another request by then.
+      reported the job before. If the workers were asked to report again, the job may already be settled, and the ranks
+      may already have reported it. A load that was given up counts as settled, because its blocks may already belong to
+      another request.
     - `load.completed` and `load.failed` settle a load in flight, `save.completed` and `save.failed` a save in flight.
     - Another connector of a `MultiConnector` reports no end that vLLM must not get (`end.refused`). It reports no block
       as not filled while an asynchronous load fills that block. kvledger's workers report no blocks of asynchronous
@@ -55,7 +56,7 @@ class CompletionOnce(Checker):
     @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
     def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
         if not self.copies.is_new:
-            detail = f"job {event.job_id} is issued, but ids are used once and {self.copies.last_id} is used already"
+            detail = f"job {event.job_id} is issued, but a new job id must be greater than {self.copies.last_id}"
             self.broken(detail, event.cause)
 
     @on(e.TransferReported)
@@ -144,11 +145,12 @@ class RankAgreement(Checker):
 class Liveness(Checker):
     """LIVENESS: workers are asked about an overdue copy, and the copy fails if it stays unreported.
 
-    A job is overdue more than `max_silent_steps` steps and more than `max_silent_ms` milliseconds after its issue. A
-    reminder of the job, and the first question to the workers about it, begin this time anew.
+    A job is overdue more than `max_silent_steps` steps and more than `max_silent_ms` milliseconds after its issue. This
+    time begins anew when a step has to wait for the job because its blocks were taken, and when the workers are asked
+    about the job for the first time.
 
-    Verifies: each job that was overdue at a step is settled by the next step, or the workers have been asked about it
-    by then. If they had been asked before, it is settled, for example given up.
+    Verifies: if a job is overdue at a step, then before the next step it is settled, or the workers are asked about it.
+    If the workers had been asked before, the job is settled, for example given up.
     Does not verify: jobs that were not overdue yet at the last recorded step. An engine that only waits records few
     steps. RECORDED reports that a job was given up.
     """
@@ -196,11 +198,11 @@ class DeliveredOnce(Checker):
 
     Verifies: of everything that the connector hands out:
 
-    - A job that is handed out is in flight and was not handed out before. A reminder that is handed out was decided.
+    - A job that is handed out is in flight and was not handed out before. Each reminder that is handed out was decided.
     - A load that is reported as received or failed was claimed, was asynchronous, and ended in that way.
     - A request is reported as sent only if it ended while a copy read its blocks, and if no copy reads them any more.
     - A block is reported as not filled only if its load was refused or not handed out.
-    - An end that is due is reported before the second step after that, if the log has `hooks.exchanged`.
+    - If the log has `hooks.exchanged`, an end is reported before the second step after it became due.
     - A load that was issued is not refused, unless a hook failed in between.
 
     Does not verify: that jobs and reminders are handed out at all (COPY_IN_TIME, LIVENESS); deliveries that became due

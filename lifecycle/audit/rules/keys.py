@@ -27,8 +27,8 @@ class KeyIdentity(Checker):
     first 4 bytes of vLLM's hash, which kvledger reads separately from the key.
     Does not verify: that a key covers everything else on which the KV depends, such as salt, adapter, media and
     weights, because the log has only the keys. A key that is not vLLM's hash, such as the key of a chunk smaller than a
-    block, is compared only with equal keys; tokens after the last whole block are not compared. If the log has no hash
-    of vLLM for a key, the key is not compared with one.
+    block, is compared only with equal keys; tokens after the last whole block are not compared. A key is
+    compared with vLLM's hash only if the log has that hash.
     """
 
     rule = "KEY_IDENTITY"
@@ -41,7 +41,7 @@ class KeyIdentity(Checker):
 
     @on(e.ChunkKeysObserved)
     def _observed(self, event: e.ChunkKeysObserved) -> None:
-        """Compare each key's position and hash with those that were recorded for the key before."""
+        """Compare each key's position and hash with the first position and hash recorded for the same key."""
         parent = b""
         if event.first_chunk:
             if self.moment.life is None:
@@ -98,9 +98,9 @@ def _wrong_hash(event: e.ChunkKeysObserved, key: bytes, prefix: bytes, known_pre
 class ResetEpoch(Checker):
     """RESET_EPOCH: nothing that was cached before a reset is offered after it.
 
-    Verifies: every chunk of an answered hit, and the tail at its end, was saved since the last reset, by a save that
-    was issued since then. A request that had computed tokens at the reset saves nothing until it begins anew, for
-    example after a preemption. A session's next turn is no new beginning.
+    Verifies: every chunk of an answered hit, and the tail at its end, was saved by a save that was both issued and
+    completed after the last reset. A request that had computed tokens at the reset saves nothing until it begins anew,
+    for example after a preemption. A session's next turn is no new beginning.
     Does not verify: data that survives a reset and is never offered; the engine's own prefix cache; loads that were in
     flight during the reset.
     """

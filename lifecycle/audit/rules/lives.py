@@ -20,10 +20,10 @@ class LegalTransition(Checker):
     """LEGAL_TRANSITION: every event is allowed in its request's state, and every decision follows its cause.
 
     Verifies: the transition tables of `phase` and `blocks` have a row for every request event, and for every request
-    that a step schedules. A step schedules only requests that exist, and pauses only steady requests. A request id
-    arrives again only after its earlier life has finished. Every decision names the last observation before it as its
-    cause.
-    Does not verify: that the live state follows the rows, which every audit checks with the reference machines;
+    that a step schedules. A step schedules only requests that exist. Its `paused` names only steady requests. A
+    request id arrives again only after its earlier life has finished. Every decision names the last observation before
+    it as its cause.
+    Does not verify: that kvledger's own state follows the rows (every audit checks that with the reference machines);
     observations about a request that is already quarantined; reports about jobs of an earlier life of the id
     (GEN_ISOLATION); that the tables are right.
     """
@@ -200,7 +200,7 @@ class ReleaseAll(Checker):
         left = self.lives.get(event.request_id)
         if left is not None:
             detail = (
-                f"generation {event.generation} of life {event.ordinal} is released, but {_words(left.name)} is left"
+                f"generation {event.generation} of life {event.ordinal} is released, but {_words(left.name)} is not"
             )
         elif self.copies.owes(event.ordinal):
             jobs = [job.job_id for job in self.copies.of_life(event.ordinal)]

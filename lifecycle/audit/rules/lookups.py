@@ -18,14 +18,16 @@ class LookupPure(Checker):
     - It offers max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens) tokens, and 0 if
       vLLM's own prefix hit ends inside a block.
     - It is asynchronous if and only if the settings in the log's header demand that for a load of so many tokens. With
-      several groups of layers a load is always asynchronous. An answer of 0 tokens never is.
+      several groups of layers a load is always asynchronous. An answer of 0 tokens is never
+      asynchronous.
     - It has the token counts of its lookup.
     - Its hit and its offered tokens are the same as in the request's previous answer, if nothing on which they depend
       has changed.
 
     Does not verify: whether the last token is left to compute (LAST_TOKEN); whether a load that is not offered would be
     slower than computing (LONGEST_HIT); whether the recorded hit is stored. RESET_EPOCH and LOADABLE_AFTER_COMMIT find
-    offered tokens that are not stored. Making the decision again finds all other differences.
+    offered tokens that are not stored. The replay, which makes each decision again, finds all other
+    differences.
     """
 
     rule = "LOOKUP_PURE"
@@ -54,7 +56,7 @@ class LookupPure(Checker):
     def _check_kind(self, event: e.LookupAnswered) -> None:
         """Check whether the answer is asynchronous when its load must be.
 
-        With several groups every load must be, because a failed load within a step would end the engine
+        With several groups every load must be asynchronous, because a failed load within a step would end the engine
         (scheduler.py, 0.32).
         """
         num_tokens, async_from = event.num_external_tokens, self.configuration.async_load_tokens
@@ -97,8 +99,8 @@ class LookupPure(Checker):
         before = self._answered.get(request_id)
         if before is not None and before[2] != answer and before[1] == now:
             detail = (
-                f"a hit of {answer[0]} and an answer of {answer[1]}, though an equal lookup had given "
-                f"{before[2][0]} and {before[2][1]} and nothing changed since"
+                f"a hit of {answer[0]} tokens and an answer of {answer[1]} tokens; an equal lookup before had a hit of "
+                f"{before[2][0]} and an answer of {before[2][1]} tokens, and nothing has changed since"
             )
             self.broken(detail, before[0], event.cause)
         self._answered[request_id] = (self.moment.sequence, now, answer)
@@ -119,8 +121,8 @@ class LookupPure(Checker):
         is_whole = usable >= num_tokens == num_computed_tokens + event.num_external_tokens
         if not is_less and not is_whole:
             detail = (
-                f"answered {event.num_external_tokens}, but a usable hit of {usable} of {num_tokens} tokens "
-                f"with {num_computed_tokens} computed gives {expected}"
+                f"answered {event.num_external_tokens} tokens instead of {expected}: the usable hit covers {usable} of "
+                f"{num_tokens} tokens, and {num_computed_tokens} tokens are already computed"
             )
             self.broken(detail, event.cause)
 
@@ -130,9 +132,9 @@ class LongestHit(Checker):
 
     The recorded hit covers the request's committed chunks up to the first gap, and then the request's own saved tail.
 
-    Verifies: the hit of every answer, before any limit is applied. Also the recorded reason: the next chunk is missing
-    or being saved, the request is quarantined, the request must compute first after a failed load, or the load would
-    take longer than computing.
+    Verifies: the hit of every answer, before any limit is applied, and the recorded reason. Reasons are that the next
+    chunk is missing or being saved, that the request is quarantined, that it must compute first after a failed load, or
+    that the load would take longer than computing.
     Does not verify: hits that a sliding window limits (GROUP_AGREEMENT); a hit of more tokens than are stored
     (LOADABLE_AFTER_COMMIT, RESET_EPOCH); how much of the hit is offered (LOOKUP_PURE, GROUP_AGREEMENT).
     """
@@ -188,7 +190,8 @@ class DeferBounded(Checker):
     A request has at most `max_deferred_lookups` deferred lookups in a row. Further deferrals for the same load need not
     count, because every load ends.
 
-    Verifies: the number of deferrals in a row is the one that the checker counts. The job is one of these:
+    Verifies: the recorded number of deferrals in a row is the number that the checker counts. The lookup is deferred
+    for one of these jobs:
 
     - a save in flight
     - if vLLM's prefix cache is on, an asynchronous load of another request that brings chunks of this request

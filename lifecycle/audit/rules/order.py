@@ -28,14 +28,14 @@ class CopyInTime(Checker):
     A step begins with saves of blocks that it may overwrite, and with the end of copies for which it waits. Its loads
     come next. Its other saves begin after the forward.
 
-    Verifies: of each reported copy whose moments were recorded:
+    A copy counts as ended when it is done, or when everything that the device gets later will run after the copy.
+
+    Verifies: of each reported copy, if the log has the moments at which it began and ended:
 
     - It began in the step that handed it out: in `handle_preemptions` if it is a save before the forward, in
       `start_load_kv` if it is a load, else in `wait_for_save`.
-    - If it is not asynchronous, it ended in the same hook, or everything that the device got later is executed after
-      the copy.
-    - If a step waits for it, the same holds for that step's `handle_preemptions`: it ended by then, in one of these
-      two ways.
+    - If it is not asynchronous, it ended in the same hook.
+    - If a step waits for it, it ended in that step's `handle_preemptions` or earlier.
     - A load, or a save after the forward, began after the copies that had to precede it.
 
     When a rank sends the output of a step, it has reported or begun all copies for which this step or an earlier one
@@ -86,14 +86,14 @@ class CopyInTime(Checker):
         if last.get(rank, _NEVER)[0] < ended.number:
             last[rank] = ended.number, job_id
         number, other = self._following.get(ended.delivered, {}).get(rank, _NEVER)
-        return f"it ended after job {other} began, but had to end before" if 0 < number < ended.number else ""
+        return f"it had to end before job {other} began, but ended later" if 0 < number < ended.number else ""
 
     def _began(self, began: Moment, rank: int, job_id: int) -> str:
         first = _of(self._following, began.delivered)
         if not 0 < first.get(rank, _NEVER)[0] < began.number:
             first[rank] = began.number, job_id
         number, other = self._preceding.get(began.delivered, {}).get(rank, _NEVER)
-        return f"it began before job {other} ended, but had to begin after" if began.number < number else ""
+        return f"it had to begin after job {other} ended, but began earlier" if began.number < number else ""
 
     @on(e.StepReported)
     def _step_reported(self, event: e.StepReported) -> None:
@@ -104,7 +104,7 @@ class CopyInTime(Checker):
             missing = sorted(ranks - job.ranks_done - job.ranks_failed)
             if missing and job_id not in self._missing:
                 self._missing.add(job_id)
-                step = "output after they were asked about it" if job.asked_at else "output of its step"
+                step = "output that they sent after they were asked about it" if job.asked_at else "output of its step"
                 detail = f"job {job_id}, {_kind(job)}, is not among the reports of ranks {missing} with the {step}"
                 self.broken(detail, job.sequence, job.asked_at or job.delivered_at, request_id=job.request_id)
 
@@ -155,7 +155,7 @@ def _wrong_moment(job: Copy, moments: CopyMoments) -> str:
         return f"its step did not wait for it: it ended in {_place(ended, began.delivered)}"
     if job.awaited_at and (ended.delivered, ended.hook) > (job.awaited_at, Hook.HANDLE_PREEMPTIONS):
         where = _place(ended, job.awaited_at)
-        return f"the step of event {job.awaited_at} had to wait for it before its forward, but it ended in {where}"
+        return f"the step of event {job.awaited_at} had to wait for it before the forward, but it ended in {where}"
     return ""
 
 

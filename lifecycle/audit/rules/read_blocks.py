@@ -129,7 +129,7 @@ class BlockReuseFenced(Checker):
 class DelayFreeContract(Checker):
     """DELAY_FREE_CONTRACT: the blocks of a finished request are held once, and only for a copy that reads them.
 
-    Verifies: blocks are held because their own request ended. At that time an asynchronous save reads the blocks, and
+    Verifies: blocks are held only when their own request ends. At that time an asynchronous save reads the blocks, and
     no asynchronous load fills them. No request arrives under the id of a request whose blocks are still held.
     Does not verify: whether, and how often, vLLM was asked to hold the blocks (TOLD_AS_DECIDED); when the blocks are
     freed (RELEASE_ALL).

@@ -18,11 +18,11 @@ _NUM_STEPS = 8
 class SaveInterval(Checker):
     """SAVE_INTERVAL: settled chunks of a decoding request are recorded for saving within a save interval.
 
-    In the prompt they are recorded when one chunk has settled, after the prompt when a whole interval has settled.
+    Within the prompt, each chunk is recorded when it has settled. After the prompt, chunks are recorded when a whole
+    interval has settled.
 
-    Verifies: this wherever the log has a request's settled tokens: in steps, at a preemption and at the end. It is
-    checked if the request has decoded for more than eight steps in a row. The tokens of the last eight steps do not
-    count.
+    Verifies: this at each event with a request's settled tokens: steps, preemptions and ends of requests. It is checked
+    only if the request has decoded for more than eight steps in a row. The tokens of the last eight steps do not count.
     Does not verify: requests that decode several tokens per step, are quarantined, or have KV from before a reset;
     chunks whose key was never known; a request that still decodes when the log ends.
     """
@@ -38,7 +38,7 @@ class SaveInterval(Checker):
         model.forgotten.at(LIFE, self._loaded)
 
     def begin(self) -> None:
-        """Treat the last load of each request as just settled, because the real step is not known."""
+        """Treat the last load of each request as just settled, because the step in which it settled is not known."""
         self._loaded.update((life.request_id, self.lives.num_steps) for life in self.lives)
 
     @on(e.LoadCompleted, e.LoadFailed)
@@ -72,6 +72,6 @@ class SaveInterval(Checker):
         if num_tokens - _NUM_STEPS >= threshold:
             detail = (
                 f"chunk {first_chunk} had to be saved or declined at {threshold} settled tokens, but was not: now "
-                f"{num_tokens} are settled, and {num_tokens - _NUM_STEPS} were {_NUM_STEPS} steps ago"
+                f"{num_tokens} are settled, and {num_tokens - _NUM_STEPS} were settled {_NUM_STEPS} steps ago"
             )
             self.broken(detail, request_id=life.request_id)

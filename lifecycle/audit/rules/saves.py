@@ -19,9 +19,9 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 class ChunkComplete(Checker):
     """CHUNK_COMPLETE: only settled tokens are saved.
 
-    Verifies: every saved chunk or tail ends within the settled tokens that the log has by then, from a step, a
-    preemption or an end. At a request's end the last sampled token does not count, because it was never computed. A
-    tail begins where a chunk begins, and is shorter than a chunk.
+    Verifies: every saved chunk or tail ends within the settled tokens that a step, a preemption or the request's end
+    recorded last before the save. At a request's end the last sampled token does not count, because it was never
+    computed. A tail begins where a chunk begins, and is shorter than a chunk.
     Does not verify: that the number of settled tokens is right (SETTLED_EXACT); the order of writes on the device.
     """
 
@@ -112,7 +112,7 @@ class CursorLeFrontier(Checker):
             if num_chunks not in {first_chunk, NEVER} or first_chunk > end_chunk:
                 detail = (
                     f"the step records settled chunks from {first_chunk} on, but the cursor is at chunk {num_chunks} "
-                    f"and {end_chunk} are settled"
+                    f"and {end_chunk} chunks are settled"
                 )
                 self.broken(detail, sequence, request_id=request_id)
             # Until a load has arrived, tokens computed on top of it may be wrong too.
@@ -121,7 +121,7 @@ class CursorLeFrontier(Checker):
 
 
 class _Accounted(msgspec.Struct, gc=False):
-    """The chunks of one request that the log accounts for."""
+    """The chunks of one request that are accounted for: in the pool, being saved, or declined."""
 
     num_chunks: int = 0
     """Every chunk before this number is accounted for."""
@@ -155,11 +155,11 @@ class StoreContiguous(Checker):
 
     When a chunk of a request is saved, each chunk before it is in the pool, is being saved, or was declined.
 
-    Verifies: this for every save, over the whole life of a request. A chunk counts as in the pool if it was there when
-    a step, a preemption or an end recorded its tokens as settled, or is there when the later chunk is saved. It counts
-    as declined if a reset or a quarantine prevented its save.
-    Does not verify: that settled chunks are saved at all, which the state handlers decide; what happens to a chunk
-    after that.
+    Verifies: this for every save, over the whole life of a request. A chunk counts as being in the pool if it was
+    there when a step, a preemption or an end recorded its tokens as settled, or if it is there when the later chunk is
+    saved. It counts as declined if a reset or a quarantine prevented its save.
+    Does not verify: that settled chunks are saved at all, which the state handlers decide; that chunks stay in the pool
+    afterwards.
     """
 
     rule = "STORE_CONTIGUOUS"
@@ -335,7 +335,7 @@ class StoreContiguous(Checker):
 
 
 class _Taken(msgspec.Struct):
-    """Blocks that a request lost, and the chunks in them that are not accounted for yet."""
+    """A request that lost its blocks, and its settled chunks that are neither being saved nor declined so far."""
 
     sequence: int
     request_id: str
@@ -348,7 +348,7 @@ class SettledSaved(Checker):
     Verifies: when a request is preempted or ends, each of its settled chunks is in the pool, is being saved, or is
     declined. At an end the last token does not count, because it was never computed. Requests are not checked if they
     are quarantined, if a load for them is in flight, or if they have KV from before a reset.
-    Does not verify: when a chunk is saved before that, which the state handlers decide; tails; chunks whose save was in
+    Does not verify: how much earlier a chunk is saved, which the state handlers decide; tails; chunks whose save was in
     flight during a reset (RESET_EPOCH); models with sliding windows, whose saves leave out chunks that no token sees
     any more.
     """
@@ -362,7 +362,7 @@ class SettledSaved(Checker):
         about it are recorded by then."""
 
     def visits(self) -> Visits:
-        """Return the visits of the checker; none if a group has a window, because the rule is not checked then."""
+        """Return pairs (event class, method); none if a group has a window, because the rule is not checked then."""
         return [] if self.layout.has_windows else super().visits()
 
     @on(e.StepScheduled, e.RequestPreempted, e.RequestFinished)

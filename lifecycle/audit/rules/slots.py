@@ -10,15 +10,16 @@ from kvledger.lifecycle.reader.records import IssuedTail
 
 
 class LoadableAfterCommit(Checker):
-    """LOADABLE_AFTER_COMMIT: a load reads only pages that were completely saved, not removed since, and in its slots.
+    """LOADABLE_AFTER_COMMIT: a load reads only pages that were completely saved, from slots that still hold them.
 
-    Each slot of a load holds the page for which the load reads it: a page of a committed chunk of the request, or of
-    the request's saved tail. A chunk is committed from the completion of its save until it is evicted or tainted, or
-    until a reset.
+    Each slot of a load holds the page that the load needs from it: a page of a committed chunk of the request, or a
+    page of the request's saved tail. A chunk is committed from the completion of its save until it is evicted or
+    tainted, or until a reset.
 
-    Verifies: this for each page of a load, in order. The audit computes chunks and tails itself. If a chunk or tail
-    ends inside a block, it reaches at least to the load's end. A tail is read only by a load that ends inside it, after
-    the save of the tail completed and before an event dropped the tail. A load has as many slots as blocks.
+    Verifies: this for each page of a load, in order. The audit computes chunks and tails itself. Each page has all
+    tokens that the load needs from it, even if a chunk or tail ends inside a block. A tail is read only by a load that
+    ends inside the tail. By then, the save of the tail has completed and no event has dropped the tail. A load has as
+    many slots as blocks.
     Does not verify: the bytes in a slot; the blocks of a load (LOAD_DST_EXCLUSIVE); pages that a load leaves out
     (GROUP_AGREEMENT).
     """
@@ -32,7 +33,7 @@ class LoadableAfterCommit(Checker):
         pages = layout.pages_of(range(event.first_token, end_token))
         if len(event.slots) != len(event.block_ids):
             detail = (
-                f"load {event.job_id} of tokens to {end_token} has {len(pages)} pages, but names {len(event.slots)} "
+                f"load {event.job_id} up to token {end_token} has {len(pages)} pages, but names {len(event.slots)} "
                 f"slots and {len(event.block_ids)} blocks"
             )
             self.broken(detail, event.cause)
@@ -65,8 +66,8 @@ class LoadableAfterCommit(Checker):
         ]
         if foreign and not found:
             detail = (
-                f"load {event.job_id} of tokens to {end_token} reads slots {foreign}, "
-                f"which do not hold the pages for which they are read; {why_no_tail}"
+                f"load {event.job_id} up to token {end_token} reads slots {foreign}, "
+                f"which do not hold the pages that it needs; {why_no_tail}"
             )
             self.broken(detail, tail_sequence, event.cause)
 
@@ -96,8 +97,8 @@ class SlotExclusive(Checker):
     """SLOT_EXCLUSIVE: a save writes only into free slots.
 
     Verifies: every save of chunks or of a tail has slots that exist in the pool, each once. These slots belong to no
-    committed chunk, no saved tail and no other copy in flight. They belong to no save that was given up and into which
-    a rank may still write.
+    committed chunk, no saved tail and no other copy in flight. They belong to no save that was given up, as long as
+    a rank may still write into the slots of that save.
     Does not verify: that the workers write into these slots and no others.
     """
 

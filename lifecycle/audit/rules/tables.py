@@ -153,11 +153,12 @@ class GroupAgreement(Checker):
 
     Verifies: with sliding windows:
 
-    - An answer ends at the last token of the usable hit after which all pages are stored that the windows of the next
-      token see. An answer of 0 tokens means that there is no such token, or that another request's load is in flight.
+    - An answer ends as late in the usable hit as the stored pages allow: all pages that the next token sees through its
+      windows are stored. An answer of 0 tokens means that no such end exists, or that another request's load is in
+      flight.
     - A load copies a page if and only if the token after the load sees the page.
-    - A save reads a page only if the window still saw it at the latest settled tokens in the log. A save before the
-      forward may also read pages that the window has just left.
+    - A save reads a page only if the window still saw it when the request's settled tokens were last recorded. A save
+      before the forward may also read pages that the window has just left.
 
     Does not verify: that the log's header has the windows of the model; which blocks vLLM had freed.
     """
@@ -174,11 +175,11 @@ class GroupAgreement(Checker):
         """Number of the first step for which each `window.left` before it is known."""
 
     def visits(self) -> Visits:
-        """Return the visits of the checker; none if no group has a window, because the rule is not checked then."""
+        """Return pairs (event class, method); none if no group has a window, because the rule is not checked then."""
         return super().visits() if self.layout.has_windows else []
 
     def begin(self) -> None:
-        """Skip saves before the forward until two steps were scheduled: earlier `window.left` events are not known."""
+        """Skip saves before the forward for two steps, because earlier `window.left` events are not known."""
         self._first_known_step = self.lives.num_steps + 2
 
     @on(e.WindowLeft)
@@ -201,7 +202,10 @@ class GroupAgreement(Checker):
         self._check_save(event, self.layout.pages_of(_tokens(event)))
 
     def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
-        """Return the `window.left` after which a save before the forward may read pages; None for other saves."""
+        """Return (settled tokens, sequence number) of the last `window.left` before the save's step.
+
+        Returns None for saves that do not precede the forward, and if there was no such event.
+        """
         if isinstance(event, e.TailSaveIssued) or not event.before_forward:
             return None
         known = self._left if event.cause == self.lives.last_steps[0] else self._leaving
@@ -228,7 +232,7 @@ class GroupAgreement(Checker):
         if answered == num_computed_tokens and any(job.ordinal != life.ordinal for job in self._loads()):
             return  # it waits for that load
         what = f"the answer ends at token {answered} of a usable hit of {usable} tokens"
-        self.broken(f"{what}, but the pages that windows see are stored for an end at {end_token}", event.cause)
+        self.broken(f"{what}, but the stored pages allow an end at token {end_token}", event.cause)
 
     def _loads(self) -> Iterator[Copy]:
         return (job for job_id in self.copies.loads if (job := self.copies.get(job_id)) is not None)
@@ -247,7 +251,8 @@ class GroupAgreement(Checker):
                 what = "leaves out" if slot == NO_SLOT else "brings"
                 but = "sees" if slot == NO_SLOT else "does not see"
                 detail = (
-                    f"load {event.job_id} to token {end_token} {what} {self._words(page)}, which the next token {but}"
+                    f"load {event.job_id} up to token {end_token} {what} {self._words(page)}, "
+                    f"which the next token {but}"
                 )
                 self.broken(detail, event.cause)
 

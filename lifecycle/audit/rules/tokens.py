@@ -61,7 +61,7 @@ class AllocMatchesLookup(Checker):
     Verifies: an allocation that claims external tokens follows an answer for the same generation that offered at least
     as many tokens. No other allocation has claimed that answer, and no preemption or reset has cancelled it. A load
     reads exactly the claimed tokens, beginning where the answer began. A load is asynchronous if and only if its answer
-    was: by the answer, vLLM decides whether it schedules the request at once or waits for a report.
+    was asynchronous. From the answer, vLLM decides whether it schedules the request at once or waits for a report.
     Does not verify: whether the answer was right (LOOKUP_PURE); whether the tokens can still be loaded
     (LOADABLE_AFTER_COMMIT).
     """
@@ -87,7 +87,7 @@ class AllocMatchesLookup(Checker):
             return
         num_answered = answer.event.num_external_tokens
         if not min(0, num_answered) <= event.num_external_tokens <= num_answered:
-            detail = f"{event.num_external_tokens} external tokens were claimed, {num_answered} had been answered"
+            detail = f"{event.num_external_tokens} external tokens were claimed, but {num_answered} had been offered"
             self.broken(detail, answer.sequence)
 
     @on(e.LoadIssued)
@@ -191,7 +191,9 @@ class TokenConservation(Checker):
         elif event.num_tokens != life.num_tokens:
             detail = f"{event.id} has {event.num_tokens} tokens, but the steps have {life.num_tokens}"
         elif is_complete is not isinstance(event, e.PrefillCompleted):
-            detail = f"{event.id} does not fit {event.num_computed_tokens} of {event.num_tokens} computed tokens"
+            detail = (
+                f"{event.id} was recorded, but {event.num_computed_tokens} of {event.num_tokens} tokens are computed"
+            )
         else:
             return
         self.broken(detail, event.cause)
@@ -281,7 +283,7 @@ class StepSum(Checker):
         self._may_be_hidden = False
 
     def begin(self) -> None:
-        """Read whether a hook failed before the first event."""
+        """Read from the model whether a hook failed before the audit's start."""
         self._may_be_hidden = self.lives.has_hook_failed
 
     @on(e.HookFailed)
@@ -293,7 +295,7 @@ class StepSum(Checker):
         num_tokens, counted = event.num_scheduled_tokens, self.lives.num_scheduled_tokens
         num_before = self.lives.num_steps - 1
         if event.step != num_before:
-            self.broken(f"the step has number {event.step}, but follows {num_before} steps")
+            self.broken(f"the step has number {event.step} instead of {num_before}")
         elif num_tokens != counted and not (self._may_be_hidden and num_tokens > counted):
             self.broken(f"the step has {num_tokens} tokens, but its requests add up to {counted}")
 
@@ -310,7 +312,8 @@ class SettledExact(Checker):
       flight. This is checked if the log has the tokens in flight, which the engine counts.
     - With speculative decoding, the same holds for the settled tokens at a preemption and at an end.
     - Without speculative decoding, no row of a step begins after the end of the request's previous row. A preemption or
-      an end that takes blocks has at most the settled tokens that steps scheduled or that the last allocation brought.
+      an end that takes blocks has at most as many settled tokens as the steps have scheduled or the last allocation has
+      brought, whichever is more.
     - A next turn or a rollback keeps at most the tokens that were computed.
 
     Does not verify: how many tokens are in flight and how many drafts were rejected, which only the engine knows; the
@@ -330,7 +333,7 @@ class SettledExact(Checker):
         model.forgotten.at((e.SessionContinued,), self._admitted)
 
     def begin(self) -> None:
-        """Read whether a hook failed, and which allocations were made, before the first event."""
+        """Read from the model whether a hook failed and which allocations were made before the audit's start."""
         for life in self.lives:
             if self.lives.has_hook_failed:
                 self._may_be_given_up[life.request_id] = True
@@ -373,7 +376,7 @@ class SettledExact(Checker):
             self._check(event, min(self.moment.num_computed_tokens, event.num_computed_tokens))
 
     def _check_most(self, event: e.RequestPreempted | e.RequestFinished, life: Life, num_admitted_tokens: int) -> None:
-        """Report more settled tokens than the request can have. Used if the log lacks the tokens in flight.
+        """Report an event with more settled tokens than its request can have, if the log lacks the tokens in flight.
 
         Events that take no blocks are skipped, because they save nothing. Lives with missing events are skipped,
         because their counts are only bounds.

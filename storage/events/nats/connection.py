@@ -163,7 +163,7 @@ async def _greet(
         connection.end(connection.unavailable(cause))
 
     def secret(value: str | None) -> str:
-        """Check for TLS if it is required, then return `value`. Called right before the secret is sent."""
+        """Check that TLS is used if it is required, then return `value`. Called right before the secret is sent."""
         _insist_on_tls(connection, needed=tls is not None)
         return value or ""
 
@@ -195,7 +195,7 @@ async def _close(client: Client) -> None:
 
 
 def _check_key_files(access: Access) -> None:
-    """Check that the key files contain keys. If not, nats-py 2.16 would hang while it reads a credentials file."""
+    """Check that the key files contain keys. On a credentials file without keys, nats-py 2.16 would hang."""
     for file, markers, what in (
         (access.creds_file, (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED"), "credentials"),
         (access.nkey_file, (b"SU",), "nkey seed of a user"),

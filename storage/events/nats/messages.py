@@ -72,8 +72,8 @@ class Record:
     next_sequence: int
     chain_hash: bytes
     retired: str = ""
-    """The retirement, as JSON, of segments that are missing before this header block. Empty: none are missing, or
-    unknown."""
+    """The retirement, as JSON, of segments that are missing before this header block. Empty: no segments are
+    missing, or their retirement is unknown."""
 
     @property
     def end(self) -> int:
@@ -125,7 +125,7 @@ def message_headers(record: Record) -> dict[str, str]:
 
 
 def num_message_bytes(headers: Mapping[str, str], data: bytes) -> int:
-    """Return the size of a message in bytes, counted like the server's limit `max_payload`."""
+    """Return the size of a message in bytes, as the server counts it for the limit `max_payload`."""
     lines = ("NATS/1.0", *(f"{name}: {value}" for name, value in headers.items()), "")
     return sum(len(line) + len("\r\n") for line in lines) + len(data)
 

@@ -96,15 +96,15 @@ def mirror(
 
     Args:
         address: the stream. If it has a log id or the beginning of one, only this log is mirrored.
-        directory: gets a folder for each log, which only its owner can read. Default: `default_mirror_directory`.
+        directory: gets a folder for each log. Only the owner can read a folder. Default: `default_mirror_directory`.
         access: credentials. Default: from the environment.
         newest: whether to mirror only the logs of the newest engine start.
-        on_progress: called repeatedly with the number of messages so far, and of all messages.
+        on_progress: called repeatedly with two numbers: the messages mirrored so far, and all messages.
         on_skipped: called with the reason if one of several logs cannot be read.
 
     Raises:
-        StreamRefused: credentials or permissions are wrong, or the stream is missing. Also if no log or more than one
-            log has an id that begins with the given one.
+        StreamRefused: credentials or permissions are wrong, or the stream is missing. Also if the log id in
+            `address` is the beginning of no log's id, or of several.
         StreamUnavailable: the servers do not answer.
         NothingToRead: the stream has no header block of a segment of the log.
         LogError: a log's folder in `directory` exists and is not a mirror.
@@ -198,9 +198,9 @@ def _locked(log: Path) -> Iterator[None]:
 
 
 class _Note(msgspec.Struct):
-    """How far a mirror got. `stream_sequence` is the sequence of its last message in the stream.
+    """How far a mirror got. `stream_sequence` is the stream's sequence number of the mirror's last message.
 
-    `segments` is segment name → bytes.
+    `segments` is segment name → number of bytes.
     """
 
     stream_sequence: int
@@ -209,7 +209,7 @@ class _Note(msgspec.Struct):
 
 @attrs.define
 class _LogMirror:
-    """Updates the mirror of one log: appends the missing messages without a check, and records how far it got."""
+    """Updates the mirror of one log: appends missing messages without a check, and records how far the mirror got."""
 
     connection: Connection
     configuration: StreamConfig

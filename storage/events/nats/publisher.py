@@ -4,7 +4,7 @@ The first message of a batch names the stream sequence of its subject's last mes
 of its predecessor, which must be the last message of the whole stream when the server receives the message. Ids are
 chain hashes, so the server accepts a message only directly after the frames that it continues. This holds even if a
 batch is sent twice, if several shippers send, or if packets of a dead connection arrive late. If a message of another
-log comes in between, the server refuses the rest of the batch, and it is sent again
+log comes in between, the server refuses the rest of the batch, and kvledger sends the rest again
 (docs/decisions/0012-a-frame-follows-its-predecessor.md).
 
 Acknowledgements go to an inbox of kvledger's own, for two reasons. In nats-py 2.16, the future of `publish_async` never
@@ -126,7 +126,7 @@ async def publish(
 def _messages(
     connection: Connection, records: Sequence[Record], last_subject_sequence: int
 ) -> tuple[list[tuple[dict[str, str], bytes]], StreamRefused | None]:
-    """Return the headers and data of each message, up to the first message that is too large, and the error for it."""
+    """Return (headers, data) of each message before the first one that is too large, and the error for that message."""
     messages: list[tuple[dict[str, str], bytes]] = []
     expected = {EXPECTED_SUBJECT_SEQUENCE: str(last_subject_sequence)}
     limit = connection.client.max_payload

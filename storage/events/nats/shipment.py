@@ -44,7 +44,7 @@ class LogProgress:
 
     `problem` says why no more of the log is shipped for now. `problem_kind` is one of:
 
-    - `damaged`: the log is damaged, or its messages in the stream are.
+    - `damaged`: the log's files, or its messages in the stream, are damaged.
     - `refused`: the server refused a message.
     - `skipped`: the log need not be shipped.
     - `unavailable`: the log's files cannot be read now.
@@ -135,7 +135,7 @@ class Shipment:
         Damage stops the shipping of the log. If `is_final` is False, the log may be growing, so there are exceptions:
 
         - An incomplete last frame is only reported to `remark`.
-        - The files are read only in the second call in which the end of the log is the same.
+        - The files are read only if the call before this one found the same end, and only once for each end.
         """
         if self.progress.problem:
             return
@@ -205,7 +205,7 @@ class Shipment:
 
     @contextlib.contextmanager
     def _problems(self) -> Iterator[None]:
-        """Stop the shipping of only this log if the log has a problem. Files that cannot be read are retried later."""
+        """If the log has a problem, stop shipping only this log. Files that cannot be read are retried later."""
         try:
             yield
         except (StreamUnavailable, StreamRefused, TimeoutError, ConnectionError):

@@ -1,6 +1,6 @@
 """Ship a log, or all logs of a directory, to a stream. After each failure, connect and begin again.
 
-A shipper is a process of its own. The serving process does not wait for it, and the shipper needs only its log files.
+A shipper is a process of its own. The serving process does not wait for the shipper, which needs only the log files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_BACK_OFF_S: Final = 30.0
 
 @attrs.frozen
 class ShippingReport:
-    """The logs, and how many of their bytes are not in the stream. Logs with a problem do not count."""
+    """The logs, and how many of their bytes are not in the stream. Bytes of logs with a problem are not counted."""
 
     logs: list[LogProgress]
     num_bytes_behind: int

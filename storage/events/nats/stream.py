@@ -75,7 +75,7 @@ def new_stream(
     drops its oldest messages instead.
     """
     return StreamConfig(
-        description="kvledger: event logs, one subject a log, one message a frame",
+        description="kvledger: event logs, one subject per log, one message per frame",
         subjects=[_SUBJECTS],
         retention=RetentionPolicy.LIMITS,
         storage=StorageType.FILE,
@@ -132,7 +132,10 @@ def warnings_about(configuration: StreamConfig) -> Iterator[str]:
     if configuration.num_replicas == 1:
         yield "the stream has one replica, so its logs are lost if that server loses its disk"
     if 0 < configuration.duplicate_window < 1:
-        yield "the duplicate window is under 1 second, so only the expected sequence identifies repeated messages"
+        yield (
+            "the duplicate window is under 1 second, so the server recognises a repeated message only by the message "
+            "before it, not by its id"
+        )
 
 
 def _covers(subject: str) -> bool:

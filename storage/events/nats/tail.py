@@ -145,7 +145,7 @@ class LogTail:
             return end >= data.num_bytes  # Otherwise bytes follow that are not a frame, or not a complete one yet.
 
     def _successor(self) -> Path | None:
-        """Return the segment after the one of `last`, or None. In an intact log, its name follows from `last`."""
+        """Return the segment after the segment of `last`, or None. In an intact log, its name follows from `last`."""
         if self.last is not None:
             expected = self.directory / segment_name(self.last.next_sequence)
             if expected.name != self.last.segment and os.path.lexists(expected):
@@ -158,7 +158,7 @@ class LogTail:
         return segments[0]
 
     def _header(self, segment: Path) -> Record | None:
-        """Return the record of the segment's header block, or None if it does not continue `last`."""
+        """Return the record of the segment's header block; None if the block is damaged or does not continue `last`."""
         try:
             header = read_header(segment)
             with SegmentBytes(segment) as data:
@@ -180,7 +180,7 @@ class LogTail:
 def _retirement(directory: Path, log_id: str, first_sequence: int, end_sequence: int) -> str:
     """Return one retirement, as JSON, that covers all events from `first_sequence` up to before `end_sequence`.
 
-    It is merged from the entries of the log's record. "" if the entries do not cover all of these events.
+    The retirement is merged from entries of `retired.jsonl`. "": the entries do not cover all of these events.
     """
     chain = retired_between(read_retirements(directory), log_id, first_sequence, end_sequence)
     if not chain:
@@ -196,7 +196,7 @@ def _retirement(directory: Path, log_id: str, first_sequence: int, end_sequence:
 
 
 def num_bytes_behind(directory: Path, last: Record | None) -> int:
-    """Return how many uncompressed bytes of the log are after the record `last`. None: all bytes of the log."""
+    """Return how many uncompressed bytes of the log are after the record `last`. If `last` is None, all bytes count."""
     total = 0
     for segment in _segments(directory):
         if last is None or segment.name >= last.segment:

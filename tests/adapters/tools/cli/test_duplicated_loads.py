@@ -70,7 +70,7 @@ def test_why_names_the_load_that_a_lookup_waits_for(run: Any, tmp_path: Path) ->
     driver = burst(awaits_shared_loads=True)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("why", log, "b").out
-    assert "it waits for load 2 of a" in " ".join(out.split())
+    assert "the request waits for load 2 of a" in " ".join(out.split())
     assert "which already loads tokens 0–63" in " ".join(out.split())
     out = run("stats", log).out
     assert "duplicated" not in out

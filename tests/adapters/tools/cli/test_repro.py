@@ -64,7 +64,7 @@ def test_the_test_is_short_and_its_docstring_says_what_went_wrong(
     repro(broken_log, "chat-17")
     docstring = " ".join(runpy.run_path(str(test_path))["__doc__"].split())
     assert f"broke {BROKEN} for chat-17-b6 at event" in docstring
-    assert "80 external tokens were claimed, 64 had been answered" in docstring
+    assert "80 external tokens were claimed, but 64 had been offered" in docstring
     assert "kvledger 0.1.0 with vLLM 0.32.0" in docstring
     assert f"kvledger repro {broken_log} chat-17 -o {test_path} --core" in docstring
     code = test_path.read_text().rpartition('"""\n\nfrom __future__')[2]

@@ -400,7 +400,7 @@ def test_a_broken_rule_stands_on_top_with_the_events_that_prove_it(run: Any, tmp
     text = " ".join(" ".join(parsed(path).text).split())
     assert "a rule is broken" in text
     assert f"ALLOC_MATCHES_LOOKUP at event {place + 1}, request {REQUEST}, generation 1" in text
-    assert "80 external tokens were claimed, 64 had been answered" in text
+    assert "80 external tokens were claimed, but 64 had been offered" in text
     assert "looked up 65 tokens" in text
 
 
