@@ -325,7 +325,7 @@ def configuration_page() -> list[str]:
 LIVE_ONLY = {
     "HANDLER_RAISED": "a state handler does not raise.",
     "HANDLER_CONTRACT": "a state handler makes only allowed decisions: legal, well typed, about the handler's request.",
-    "VLLM_CONTRACT": "only answers and jobs that vLLM can take leave kvledger, whatever was decided.",
+    "VLLM_CONTRACT": "vLLM gets only answers and jobs that it can use, whatever a handler decided.",
 }
 """Rule without a checker → what it demands."""
 
