@@ -165,8 +165,8 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
     `trace_parent` is the caller's span in a distributed trace: 16 bytes of trace id and 8 bytes of span id. It is empty
     if the request belongs to no trace. `skips_prefix_cache`: whether vLLM uses no cached tokens for the request
     (`Request.skip_reading_prefix_cache`), for example because the request asks for log probabilities of the prompt.
-    `is_salted`: whether the request has a `cache_salt`. It then shares no chunk key with a request that has another
-    salt or no salt.
+    `is_salted`: whether the request has a `cache_salt`. A request with a salt shares no chunk key with a request that
+    has another salt or no salt.
     """
 
     ordinal: LifeOrdinal
@@ -219,7 +219,7 @@ class BlocksAllocated(RequestEvent, frozen=True, tag=3):
 
 @observation("blocks.observed")
 class BlockTableObserved(RequestEvent, frozen=True, tag=4):
-    """The scheduler's block table of the request. Recorded if it differs from the table that follows from the log."""
+    """The scheduler's block table of the request. Recorded only if it differs from the table computed from the log."""
 
     block_ids: tuple[BlockId, ...]
     time_ns: TimeNs
@@ -409,6 +409,7 @@ class MissReason(enum.StrEnum):
     LOAD_FAILED = "load_failed"
     """The request's last load failed. It must compute tokens before it is offered another load."""
     QUARANTINED = "quarantined"
+    """The request is quarantined."""
     RECORDED = "recorded"
     """Another connector answered; the log does not contain its reason."""
 
@@ -434,7 +435,7 @@ class LookupDeferred(RequestDecision, frozen=True, tag=15):
     """The scheduler was asked to repeat the lookup later, because the copy `job_id` is in flight.
 
     This copy saves tokens that the request could load, or loads chunks of the same prefix for another request. With
-    sliding windows it may be any load of another request, because only one load runs at a time.
+    sliding windows, the copy may be any load of another request, because only one load runs at a time.
     """
 
     num_computed_tokens: NumTokens
@@ -472,7 +473,11 @@ class LoadCompleted(RequestDecision, frozen=True, tag=17):
 
 @decision("load.failed")
 class LoadFailed(RequestDecision, frozen=True, tag=18):
-    """A rank could not load the pages. Their chunks are tainted. vLLM recomputes the tokens or fails the request."""
+    """A load failed. The chunks of the load are tainted, and vLLM recomputes the tokens or fails the request.
+
+    Either a rank could not load the pages, or a rank did not report the load in time, or the load was not handed to the
+    workers.
+    """
 
     job_id: JobId
     error: str
@@ -634,7 +639,8 @@ class InvariantViolated(Event, frozen=True, tag=32):
 
     rule: str
     request_id: str
-    """Request that broke the rule. Empty if it is no single request; `ordinal` and `generation` are then `NO_LIFE`."""
+    """Request that the breach concerns. Empty if the breach does not concern a single request. In that case, `ordinal`
+    and `generation` are `NO_LIFE`."""
     ordinal: Ordinal
     generation: Generation
     detail: str
@@ -659,10 +665,11 @@ LOG_BEFORE = "the log before, "
 
 @observation("window.left")
 class WindowLeft(RequestEvent, frozen=True, tag=34):
-    """vLLM frees blocks that the request's sliding windows have moved past. Recorded before a step or the request's end.
+    """vLLM frees blocks that the request's sliding windows have moved past.
 
-    Before this, vLLM had freed only the blocks that no window saw after `num_settled_tokens` settled tokens. The blocks
-    that vLLM frees now are intact until the step's forward pass. Recorded only if the request was in the previous step.
+    The event is recorded before a step or the request's end, and only if the request was in the previous step. Before
+    this, vLLM had freed only the blocks that no window saw after `num_settled_tokens` settled tokens. The blocks that
+    vLLM frees now are intact until the step's forward pass.
     """
 
     num_settled_tokens: NumTokens
@@ -686,11 +693,11 @@ class DecisionWithheld(Event, frozen=True, tag=35):
 
 @observation("effects.delivered")
 class EffectsDelivered(Event, frozen=True, tag=39):
-    """Pending jobs and notifications were delivered. Recorded only if there were any.
+    """Pending jobs and notifications were delivered. The event is recorded only if there were any.
 
     An *end* notifies vLLM that an asynchronous load is over or that kept blocks are free. The workers get jobs,
-    reminders, blocks to report as not filled, and the ends that they report to vLLM. kvledger itself reports the other
-    ends.
+    reminders, blocks to report as not filled, and the ends that workers report to vLLM. kvledger's scheduler side
+    reports all other ends.
     """
 
     job_ids: tuple[JobId, ...]
@@ -700,11 +707,12 @@ class EffectsDelivered(Event, frozen=True, tag=39):
     block_ids: tuple[BlockId, ...]
     """Blocks that the workers report as not filled."""
     failed: tuple[Ordinal, ...]
-    """Ordinals of lives whose asynchronous load failed; every worker reports them to vLLM."""
+    """Ordinals of lives whose asynchronous load failed. Every worker reports these failures to vLLM."""
     sent: tuple[Ordinal, ...]
-    """Ordinals of ended lives whose blocks no copy reads any more; every worker reports them to vLLM."""
+    """Ordinals of ended lives whose kept blocks no copy reads any more. Every worker reports to vLLM that these blocks
+    are free."""
     received: tuple[Ordinal, ...]
-    """Ordinals of lives whose asynchronous load has arrived; kvledger reported them to vLLM."""
+    """Ordinals of lives whose asynchronous load is complete. kvledger's scheduler side reports these loads to vLLM."""
     reported: tuple[Ordinal, ...]
     """Ordinals of lives whose end the workers have reported to vLLM."""
 

@@ -23,7 +23,7 @@ class RequestState(enum.StrEnum):
     """Every known token of the request is computed or in flight. The request decodes."""
 
     PREEMPTED = "preempted"
-    """vLLM freed the request's blocks. Its computed tokens are at most in the host pool and in vLLM's prefix cache."""
+    """vLLM freed the request's blocks. Only the host pool and vLLM's prefix cache may still have KV of the request."""
 
     RECOVERING = "recovering"
     """The request was preempted and has blocks again. A load or a recomputation fills them."""
@@ -50,10 +50,10 @@ class FirstRegion(enum.StrEnum):
     """Whether the request must compute tokens before it is offered another load."""
 
     COMPUTED = "computed"
-    """No load of the request has failed since a step last computed tokens for the request."""
+    """No load of the request has failed since the latest step that computed tokens for the request."""
 
     COMPUTES_FIRST = "computes_first"
-    """A load of the request failed, and no step has computed tokens for the request after that."""
+    """A load of the request failed, and no later step has computed tokens for the request."""
 
 
 class CurrentRegion(enum.StrEnum):

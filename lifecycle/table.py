@@ -226,7 +226,10 @@ WORK = Region(
     may_refuse=True,
     terminal=_SETTLED,
 )
-"""The progress of a job. `source` is a separate region, because a job can become overdue and fenced in either order."""
+"""The progress of a job.
+
+`source` is a separate region, because an overdue job can become fenced, and a fenced job can become overdue.
+"""
 
 _OWNED, _FENCED = SourceRegion
 SOURCE = Region(

@@ -65,15 +65,15 @@ class ConnectorSettings(LogSettings):
 
     share_pool: bool = True
     """Whether ranks that hold the same KV (MLA under tensor parallelism) share one host pool, if they are on one
-    machine. false: each rank has its own pool, as for any other model."""
+    machine. false: each rank has its own pool. Ranks that hold different KV always have their own pools."""
 
     offer: Offer = Offer.AUTO
     """auto: kvledger does not offer loads if loading takes longer than computing the same tokens. It measures both
     while serving, and offers one load every ten seconds to measure again. always: kvledger offers every load."""
 
     save_tails: bool = True
-    """Whether the tail of a preempted request, its part-filled last chunk, is saved too. If it is, none of the
-    request's tokens are computed again."""
+    """Whether kvledger also saves the tail of a preempted request: its part-filled last chunk. The request can then
+    load the tail's tokens instead of computing them again."""
 
     keep_for_preempted: bool = True
     """Whether kvledger never evicts chunks that a preempted request needs. If these chunks fill the pool, kvledger

@@ -64,8 +64,9 @@ class LogSettings(pydantic.BaseModel):
     survives a power cut, except for the events that `sync_interval_ms` allows to be lost."""
 
     sync_interval_ms: pydantic.PositiveInt = 50
-    """With durability disk: milliseconds between two syncs of the log to the disk. A machine failure can lose the
-    events of this time, and the events that arrive during one sync, which takes as long as the disk needs."""
+    """With durability disk: milliseconds between two syncs of the log to the disk. If the machine fails, the log may
+    lose the events of this time and the events that arrived during one sync. How long a sync takes depends on the
+    disk."""
 
     max_log_wait_ms: pydantic.PositiveInt | None = 1000
     """Milliseconds that a step waits at most until the log has begun a new file. After that, events wait in memory,

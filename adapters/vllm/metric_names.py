@@ -36,7 +36,7 @@ COUNTERS: Final = {
     ),
     MISSED: ("missed_tokens", "Tokens of admitted requests that vLLM must compute: queried tokens that are not hits."),
     "num_tokens_loaded": ("loaded_tokens", "Tokens whose load from the host pool is completed."),
-    "num_tokens_recovered": ("recovered_tokens", "Tokens of preempted requests, loaded back from the host pool."),
+    "num_tokens_recovered": ("recovered_tokens", "Tokens that preempted requests loaded back from the host pool."),
     "num_tokens_retained": ("retained_tokens", "Tokens of preempted requests that vLLM's prefix cache still had."),
     RECOMPUTED: ("recomputed_tokens", "Tokens computed before a preemption and again after it."),
     "num_chunks_saved": ("saved_chunks", "Chunks that all ranks have copied into the host pool."),
@@ -52,7 +52,7 @@ COUNTERS: Final = {
     "num_saves_failed": ("failed_saves", "Saves that failed; their chunks are not offered."),
     "num_violations": (
         "violations",
-        "Breaches of rules, found while serving. Each concerns one request, which recomputes.",
+        "Breaches of rules, found while serving. A request that cannot continue safely gets no more hits and saves.",
     ),
     "num_hook_failures": ("hook_failures", "Calls of the connector's hooks that raised. vLLM got the safe answer."),
     "num_extensions_stopped": (
@@ -84,7 +84,10 @@ GAUGES: Final = {
         "1 if kvledger caches nothing until the engine restarts, else 0. The server's output has the reason.",
     ),
 }
-INFO: Final = ("info", "Always 1. The labels are kvledger's version and the settings that its other metrics depend on.")
+INFO: Final = (
+    "info",
+    "Always 1. The labels are kvledger's version and the settings on which kvledger's other metrics depend.",
+)
 INFO_SETTINGS: Final = (
     *("chunk_size", "save_interval_tokens", "host_bytes", "share_pool", "offer", "save_tails", "keep_for_preempted"),
     *("load_mode", "save_mode", "max_deferred_lookups", "max_failed_loads", "durability", "digests"),

@@ -141,8 +141,8 @@ _ALL: Final = (
         "lookup-is-pure",
         _SCHEDULER,
         "get_num_new_matched_tokens",
-        '"Might be called multiple times for a given request and should be side-effect free": vLLM repeats the lookup '
-        "in every step in which blocks are short, and no hook undoes the earlier lookup.",
+        'The hook "might be called multiple times for a given request and should be side-effect free". vLLM repeats '
+        "the lookup in every step that has too few blocks for the request, and no hook undoes the earlier lookup.",
         ("base.py, module docstring", "scheduler.py, schedule"),
         Seen.CONTENT,
         (Check.LOOKUP_REPEATED, "ALLOC_MATCHES_LOOKUP"),
@@ -191,8 +191,8 @@ _ALL: Final = (
         "metadata-leaves-the-output",
         _SCHEDULER,
         "build_connector_meta",
-        '"Should NOT modify fields in the scheduler_output", with one exception: a connector that loads within the '
-        "step may remove blocks from `new_block_ids_to_zero`.",
+        'The hook "should NOT modify fields in the scheduler_output", with one exception: a connector that loads '
+        "within the step may remove blocks from `new_block_ids_to_zero`.",
         ("base.py, build_connector_meta", "scheduler.py, _build_kv_connector_meta"),
         Seen.CONTENT,
         (Check.OUTPUT_UNCHANGED,),
@@ -201,8 +201,8 @@ _ALL: Final = (
         "metadata-in-empty-steps",
         _SCHEDULER,
         "build_connector_meta",
-        "vLLM calls the hook once in each step, even if the step schedules nothing. In any step, the connector may "
-        "have work for the workers.",
+        "vLLM calls `build_connector_meta` once in each step, even if the step schedules nothing. In any step, the "
+        "connector may have work for the workers.",
         ("scheduler.py, schedule",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
@@ -323,7 +323,7 @@ _ALL: Final = (
         _BOTH,
         "get_transfer_results, update_connector_output",
         "Each asynchronous load ends with one `finished_recving` from every rank, even if the request was aborted "
-        "during the load. vLLM asserts that it knows every reported request.",
+        "during the load. vLLM fails an assertion if it does not know a reported request.",
         ("base.py, get_finished", "scheduler.py, _update_from_kv_xfer_finished"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE",),
@@ -368,9 +368,9 @@ _ALL: Final = (
         "steps-while-pending",
         _SCHEDULER,
         "has_pending_push_work",
-        "If no request is left and the connector still has work that needs steps, the hook returns True. If it "
-        "returned False, the engine would sleep, and the work would wait for the next request. The work must end at "
-        "some point, or the engine steps forever.",
+        "If no request is left and the connector still has work that needs steps, `has_pending_push_work` returns "
+        "True. If the hook returned False, the engine would sleep, and the work would wait for the next request. The "
+        "work must end at some point, or the engine steps forever.",
         ("base.py, has_pending_push_work", "scheduler.py, has_requests"),
         Seen.CONTENT,
         (Check.RESTS, Check.COMES_TO_REST),
@@ -381,8 +381,8 @@ _ALL: Final = (
         "pending-frees-are-true",
         _SCHEDULER,
         "has_pending_block_frees",
-        "If the hook returns True, vLLM does not preempt, because a transfer is about to release blocks. The connector "
-        "must then release blocks.",
+        "If `has_pending_block_frees` returns True, vLLM preempts no request to get blocks, because a transfer is "
+        "about to release blocks. The connector must then release blocks.",
         ("base.py, has_pending_block_frees", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         (Check.ENDS,),
@@ -418,8 +418,9 @@ _ALL: Final = (
         "reset-forgets",
         _SCHEDULER,
         "reset_cache",
-        "After the hook returned True, the connector serves nothing that was stored before the reset or was in flight "
-        "then. If the hook returns False, vLLM returns False to its caller. The value None counts as success.",
+        "After `reset_cache` has returned True, the connector serves nothing that was stored before the reset or was "
+        "in flight at the reset. If the hook returns False, vLLM returns False to its caller. The value None counts as "
+        "success.",
         ("base.py, reset_cache", "scheduler.py, reset_connector_cache"),
         Seen.CONTENT,
         (Check.RESET_HONOURED,),
@@ -430,8 +431,8 @@ _ALL: Final = (
         "reset-at-any-time",
         _SCHEDULER,
         "reset_cache",
-        "vLLM may call the hook twice in a row, and while copies are in flight. The connector must still accept the "
-        "reports of these copies, which come after the reset.",
+        "vLLM may call `reset_cache` twice in a row, and while copies are in flight. The connector must still accept "
+        "the reports of these copies, which come after the reset.",
         ("scheduler.py, reset_prefix_cache",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
@@ -492,7 +493,8 @@ _ALL: Final = (
         "hit-sources-add-up",
         _SCHEDULER,
         "get_external_cache_hit_sources",
-        '"Counts must sum to num_external_tokens"; otherwise vLLM counts the hit as unspecified.',
+        'The counts that the hook returns "must sum to num_external_tokens". Otherwise, vLLM counts the source of the '
+        "hit as unspecified.",
         ("base.py, get_external_cache_hit_sources",),
         Seen.CONTENT,
         (Check.HIT_SOURCES,),
@@ -502,7 +504,7 @@ _ALL: Final = (
         "shutdown-completes",
         _BOTH,
         "shutdown",
-        "The hook completes asynchronous work, cleans up everything, and does not raise.",
+        "`shutdown` completes asynchronous work, cleans up everything, and does not raise.",
         ("base.py, shutdown",),
         Seen.OUTSIDE,
         (Check.SHUTS_DOWN,),

@@ -49,7 +49,7 @@ def hit(harness: Harness) -> None:
 
 
 def whole_hit(harness: Harness) -> None:
-    """A stored prompt comes again, then its first four blocks alone.
+    """A stored prompt comes again, then a prompt that consists of just its first four blocks.
 
     All tokens of both requests are stored, because they fill whole blocks. Both must still compute their last token.
     """
@@ -104,7 +104,10 @@ def aborted_unscheduled(harness: Harness) -> None:
 
 
 def aborted_running(harness: Harness) -> None:
-    """One request is aborted while its prompt is computed, another while it decodes. Then their prompt comes again."""
+    """Of two requests with the same prompt, one is aborted in its prefill, the other while it decodes.
+
+    Then a third request with this prompt comes.
+    """
     harness.add("early", tokens(1, 90), 20)
     harness.step()
     harness.abort("early")

@@ -50,8 +50,12 @@ class Server:
         Path | None, Parameter(metavar="DIR", help="directory of a model; only the model's config.json is read")
     ] = None
     block_size: Annotated[int | None, value(positive, "N", help=_AS_VLLM)] = None
-    tensor_parallel_size: Annotated[int, value(positive, "N", alias="-tp", help="same value as for vLLM")] = 1
-    data_parallel_size: Annotated[int, value(positive, "N", alias="-dp", help="same value as for vLLM")] = 1
+    tensor_parallel_size: Annotated[
+        int, value(positive, "N", alias="-tp", help="same value as on the command line of your vLLM server")
+    ] = 1
+    data_parallel_size: Annotated[
+        int, value(positive, "N", alias="-dp", help="same value as on the command line of your vLLM server")
+    ] = 1
     pipeline_parallel_size: Annotated[int, value(positive, "N", alias="-pp", help=_ONLY_1)] = 1
     decode_context_parallel_size: Annotated[int, value(positive, "N", alias="-dcp", help=_ONLY_1)] = 1
     prefill_context_parallel_size: Annotated[int, value(positive, "N", alias="-pcp", help=_ONLY_1)] = 1
@@ -69,7 +73,7 @@ def run(
         Parameter(
             metavar="JSON",
             help="the JSON object of --kv-transfer-config, or only its kv_connector_extra_config. Give the JSON itself "
-            "or the path of a file that contains the JSON. The command takes seconds, because it imports vLLM",
+            "or the path of a file that contains the JSON",
         ),
     ] = None,
     *,

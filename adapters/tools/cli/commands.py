@@ -212,7 +212,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             },
         ),
         "check": Command(
-            "report what a connector configuration for vLLM would do, without starting an engine",
+            "report what a connector configuration for vLLM would do, without starting an engine; takes some seconds, "
+            "because the command imports vLLM",
             {
                 ExitCode.SOUND: "an engine would start with the configuration; if kvledger declines the model, the "
                 "output has the reason",

@@ -35,19 +35,26 @@ def run(
     list_: Annotated[
         StreamUrl | None, value(StreamUrl, "URL", name="--list", help="list the logs of a stream instead of shipping")
     ] = None,
-    follow: Annotated[bool, Parameter(help="keep shipping new events and new logs until you stop it")] = False,
+    follow: Annotated[bool, Parameter(help="keep shipping new events and new logs until you stop the command")] = False,
     label: Annotated[
         str | None, Parameter(help="part of the messages' subjects before the log id; default: this host's name")
     ] = None,
     give_up_after: Annotated[
-        float, value(seconds, "DURATION", help="without --follow: stop after this time (such as 90s) without progress")
+        float,
+        value(
+            seconds,
+            "DURATION",
+            help="without --follow: stop after this time (such as 90s) without progress; the default is in seconds",
+        ),
     ] = 60.0,
     create_stream: Annotated[bool, Parameter(group=_NEW, help="create the stream with the options below")] = False,
     replicas: Annotated[int, value(positive, "N", group=_NEW, help="number of replicas: 1, 3 or 5")] = 1,
     max_age: Annotated[
         float, value(seconds, "DURATION", group=_NEW, help="drop messages that are older than this, such as 30d")
     ] = 0.0,
-    max_bytes: Annotated[int, value(num_bytes, "SIZE", group=_NEW, help="largest size, such as 500GiB")] = 0,
+    max_bytes: Annotated[
+        int, value(num_bytes, "SIZE", group=_NEW, help="largest size of the stream, such as 500GiB")
+    ] = 0,
     discard: Annotated[
         Literal["new", "old"],
         Parameter(

@@ -38,7 +38,9 @@ _SILENT_AFTER_S = 10
 def run(
     log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log_dir (the newest log is shown), or one log")],
     *,
-    interval: Annotated[float, value(seconds, "DURATION", help="time between two views, such as 500ms or 2s")] = 1.0,
+    interval: Annotated[
+        float, value(seconds, "DURATION", help="time between two views, such as 500ms or 2s; the default is in seconds")
+    ] = 1.0,
     limit: Annotated[int, value(positive, "N", help="show the N requests that have waited longest")] = 10,
     once: Annotated[
         bool, Parameter(help="print one view and end; the default if stdout is no terminal and --json is not given")

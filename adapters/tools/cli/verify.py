@@ -36,8 +36,12 @@ MIN_BYTES = 4 << 20
 def run(
     reading: Reading,
     *,
-    verbose: Annotated[bool, Parameter(alias="-v", help="list the rules that a log cannot decide, and why")] = False,
-    jobs: Annotated[int | None, value(positive, "N", help="verify N logs in parallel; default: one per core")] = None,
+    verbose: Annotated[
+        bool, Parameter(alias="-v", help="list the rules that cannot be checked with a log, and why")
+    ] = False,
+    jobs: Annotated[
+        int | None, value(positive, "N", help="verify N logs in parallel; default: one per CPU core")
+    ] = None,
     deciding: Deciding = NOTHING_CHOSEN,
     output: Written,
 ) -> ExitCode:

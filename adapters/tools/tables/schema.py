@@ -228,9 +228,10 @@ _LOOKUPS = Table(
         _column(
             "is_repeated",
             _T.BOOL,
-            "whether question and answer are equal to the request's previous lookup. While a request waits, vLLM "
-            "repeats the lookup in every step, sometimes with fewer computed tokens. For one row per admission, take "
-            "the last row of each `start`, `ordinal` and `generation`",
+            "whether the lookup and its answer are equal to the request's previous lookup and answer, or both lookups "
+            "were deferred for the same copy. While a request waits, vLLM repeats the lookup in every step, sometimes "
+            "with fewer computed tokens. For one row per admission, take the last row of each `start`, `ordinal` and "
+            "`generation`",
         ),
     ),
 )
@@ -309,7 +310,7 @@ _REASONS = Table(
         _text(
             "kind",
             "`missed` (left to compute when the request got blocks), `recomputed` (computed before a preemption and "
-            "again after it) or `computed_twice` (computed again because vLLM took tokens back)",
+            "again after it) or `computed_twice` (computed again after a rollback)",
         ),
         _text("reason", "the reason"),
         _int("num_tokens", "number of tokens"),

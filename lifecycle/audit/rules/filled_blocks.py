@@ -1,4 +1,4 @@
-"""Blocks that are filled: which requests use these blocks during a load."""
+"""Blocks that are filled: which requests use the blocks that a load fills."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ class LoadXorStores(Checker):
     Such a save might copy the earlier contents of the block.
 
     Verifies: no load in flight of the same request, and no asynchronous load of any request, fills a block that a save
-    reads. That includes blocks that the request has just lost. A save before its step's forward may read the blocks of
-    loads that begin in the same step, because the save precedes these loads. A save that is decided after a step may
-    read the blocks of loads within that step, because the save follows these loads.
+    reads. Blocks that the save's request has just lost are checked too. A save before its step's forward may read the
+    blocks of loads that begin in the same step, because the save precedes these loads. A save that is decided after a
+    step may read the blocks of loads within that step, because the save follows these loads.
     Does not verify: saves of other requests that share a block which is loaded within a step; loads that begin while a
     save is in flight, which do no harm if the load and the save have no block in common.
     """

@@ -21,10 +21,11 @@ class KeyIdentity(Checker):
     The same key never belongs to chunks at two positions, to chunks that follow different chunks, or to chunks whose
     last blocks have different hashes in vLLM.
 
-    Verifies: this for the last 65536 keys of the log, over all requests. The keys of a request have no gap. A key is
-    vLLM's hash of the chunk's last block, cut to 16 bytes, if chunks are whole blocks and the request has no adapter,
-    no given embeddings and is no pooling request. In all other cases the key differs from that hash. The check uses the
-    first 4 bytes of vLLM's hash, which kvledger reads separately from the key.
+    Verifies: none of the last 65536 keys of the log identifies two prefixes. The keys of all requests are compared with
+    one another. The keys of a request have no gap. A key is vLLM's hash of the chunk's last block, cut to 16 bytes, if
+    chunks are whole blocks and the request has no adapter, no given embeddings and is no pooling request. In all other
+    cases the key differs from that hash. The check uses the first 4 bytes of vLLM's hash, which kvledger reads
+    separately from the key.
     Does not verify: that a key covers everything else on which the KV depends, such as salt, adapter, media and
     weights, because the log has only the keys. A key that is not vLLM's hash, such as the key of a chunk smaller than a
     block, is compared only with equal keys; tokens after the last whole block are not compared. A key is

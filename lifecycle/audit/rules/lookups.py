@@ -1,4 +1,4 @@
-"""Lookups: what is found, what is answered, and when a lookup is deferred."""
+"""Lookups: what a lookup finds, what the answer is, and when a lookup is deferred."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class DeferBounded(Checker):
     - if vLLM's prefix cache is on, an asynchronous load of another request that brings chunks of this request
     - with sliding windows, any load in flight
 
-    Does not verify: whether it was worth waiting.
+    Does not verify: whether the deferral saved time.
     """
 
     rule = "DEFER_BOUNDED"

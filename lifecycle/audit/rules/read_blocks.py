@@ -1,4 +1,4 @@
-"""Blocks that are read: which requests have these blocks during a save."""
+"""Blocks that are read: which requests have the blocks that a save reads."""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ class SaveInterval(Checker):
     Within the prompt, each chunk is recorded when it has settled. After the prompt, chunks are recorded when a whole
     interval has settled.
 
-    Verifies: this at each event with a request's settled tokens: steps, preemptions and ends of requests. It is checked
-    only if the request has decoded for more than eight steps in a row. The tokens of the last eight steps do not count.
+    Verifies: whether chunks were recorded in time. This is checked at each event with a request's settled tokens:
+    steps, preemptions and ends of requests. A request is checked only if it has decoded for more than eight steps in a
+    row. The tokens of the last eight steps do not count.
     Does not verify: requests that decode several tokens per step, are quarantined, or have KV from before a reset;
     chunks whose key was never known; a request that still decodes when the log ends.
     """

@@ -155,9 +155,9 @@ class StoreContiguous(Checker):
 
     When a chunk of a request is saved, each chunk before it is in the pool, is being saved, or was declined.
 
-    Verifies: this for every save, over the whole life of a request. A chunk counts as being in the pool if it was
-    there when a step, a preemption or an end recorded its tokens as settled, or if it is there when the later chunk is
-    saved. It counts as declined if a reset or a quarantine prevented its save.
+    Verifies: the chunks before each saved chunk, over the whole life of a request. A chunk counts as being in the pool
+    if it was there when a step, a preemption or an end recorded its tokens as settled, or if it is there when the later
+    chunk is saved. It counts as declined if a reset or a quarantine prevented its save.
     Does not verify: that settled chunks are saved at all, which the state handlers decide; that chunks stay in the pool
     afterwards.
     """

@@ -16,7 +16,7 @@ class LoadableAfterCommit(Checker):
     page of the request's saved tail. A chunk is committed from the completion of its save until it is evicted or
     tainted, or until a reset.
 
-    Verifies: this for each page of a load, in order. The audit computes chunks and tails itself. Each page has all
+    Verifies: the slot of each page of a load, in order. The audit computes chunks and tails itself. Each page has all
     tokens that the load needs from it, even if a chunk or tail ends inside a block. A tail is read only by a load that
     ends inside the tail. By then, the save of the tail has completed and no event has dropped the tail. A load has as
     many slots as blocks.

@@ -1,4 +1,4 @@
-"""Tokens: how many are claimed, loaded, scheduled and left to compute."""
+"""Tokens: how many tokens are claimed, loaded, scheduled and left to compute."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class TokenConservation(Checker):
     Verifies: of the counts in a log:
 
     - After an allocation that claimed external tokens, the request's first step starts right after the local and the
-      external tokens. If these are all known tokens, the step computes the last one again
+      external tokens. If the local and external tokens are all known tokens, the step computes the last token again
       (`v1/core/sched/scheduler.py`, _update_waiting_for_remote_kv, 0.32). This is not checked after a rollback, or
       after a failed load, even a load of another request into shared blocks.
     - No count of a step or lookup is negative.
@@ -270,7 +270,7 @@ class StepSum(Checker):
     The sum counts the tokens of the requests that the step lists, and one token for each steady request that it leaves
     out.
 
-    Verifies: this for every step. A request that is missing from a step, or counts twice, is found at that step. Step
+    Verifies: the sum of every step. A request that is missing from a step, or counts twice, is found at that step. Step
     numbers have no gap.
     Does not verify: which request is missing or counts twice; two errors in one step that cancel out; requests that
     are missing after a hook has failed, because the request of that hook may never have been recorded.
@@ -310,7 +310,8 @@ class SettledExact(Checker):
 
     - The settled tokens in a step and in `window.left` are the tokens computed before the step, without the tokens in
       flight. This is checked if the log has the tokens in flight, which the engine counts.
-    - With speculative decoding, the same holds for the settled tokens at a preemption and at an end.
+    - With speculative decoding, the settled tokens at a preemption and at an end are also the computed tokens without
+      the tokens in flight.
     - Without speculative decoding, no row of a step begins after the end of the request's previous row. A preemption or
       an end that takes blocks has at most as many settled tokens as the steps have scheduled or the last allocation has
       brought, whichever is more.

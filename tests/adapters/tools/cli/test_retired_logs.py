@@ -200,7 +200,7 @@ def test_show_prints_no_totals_where_the_snapshot_has_none(
     assert result.objects("request")
     (state,) = run("show", "--json", retired.log, "--at", 100_000).objects("state")
     assert state["totals"] is None
-    assert "not known: the snapshot" in run("export", "--html", retired.log).out
+    assert "not known: reading begins at a snapshot" in run("export", "--html", retired.log).out
 
 
 class Ends(Visitor[Model]):

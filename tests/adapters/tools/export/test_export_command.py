@@ -90,7 +90,7 @@ def test_a_file_has_the_rights_that_any_new_file_has(run: Any, log: Path, tmp_pa
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ([], "give one format"),
+        ([], "give exactly one format"),
         (["page.html", "--html"], "was parsed as the REQUEST; to write a file of this name, give -o page.html"),
         (["--perfetto", "--html"], "give exactly one format: --perfetto"),
         (["--perfetto", "--json"], "name a file with -o"),
