@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
 import attrs
 
@@ -59,6 +60,11 @@ class ObservationVisitor(Visitor[Model]):
     def life_of(self, request_id: str) -> Life | None:
         """Return the present life of a request id, or the life that ended at this observation."""
         return self.model.lives.get(request_id) or self._over.get(request_id)
+
+    def present_ids(self) -> Iterator[str]:
+        """Yield the request ids for which `life_of` has a life."""
+        yield from (life.request_id for life in self.model.lives)
+        yield from self._over
 
     def paths(self, request_id: str) -> tuple[str | None, str | None]:
         """Return a request's state with sub-state before and after the observation; None where the id has no life."""

@@ -137,7 +137,7 @@ class Timelines(ObservationVisitor):
         every = self.state.groups
         chosen = named.intersection(every)
         if is_about_all:
-            chosen.update(request_id for request_id in every if self.life_of(request_id) is not None)
+            chosen.update(request_id for request_id in self.present_ids() if request_id in every)
         for request_id in chosen:
             life, groups = self.life_of(request_id), every[request_id]
             if not groups and self.state.lost is not None:  # its id may have been used in the missing events
