@@ -194,7 +194,7 @@ class Took(NamedTuple):
     """A duration that was added."""
 
     of: str
-    """Field of the state that the duration was added to."""
+    """Name of the field of `State` to which the duration was added."""
     duration_ns: int
 
 
@@ -248,7 +248,7 @@ def _lookup_requested(state: State, event: e.LookupRequested, about: About) -> N
 
 def _answered(state: State, event: e.LookupAnswered, _about: About) -> None:
     state.figures.num_lookups += 1
-    _add(state, "num_tokens_offered", event.num_external_tokens)
+    state.figures.num_tokens_offered = _sum(state.figures.num_tokens_offered, event.num_external_tokens)
 
 
 def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
