@@ -28,7 +28,7 @@ _BY_NAME: Mapping[str, Why] = {
     "job_id": ("COMPLETION_ONCE",),
     "cause": ("LEGAL_TRANSITION",),
     "error": _PEOPLE,
-    "time_ns": "from a clock: only the order of times can be checked; LIVENESS measures the workers' silence",
+    "time_ns": "from a clock: only the order of times can be checked; LIVENESS uses it to find overdue reports",
     **dict.fromkeys(
         ("extension", "name", "extension_version", "payload"),
         "only the code of the extension can check it, with rules of its own",
@@ -54,7 +54,7 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "block_ids": ("TABLE_EQ", "SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE", "LOAD_DST_EXCLUSIVE"),
         "num_external_tokens": ("ALLOC_MATCHES_LOOKUP", "EXTERNAL_ZERO_NO_LOAD", "TOKEN_CONSERVATION"),
     },
-    "blocks.observed": {"block_ids": "the scheduler's own table; TABLE_EQ reports that the event was needed"},
+    "blocks.observed": {"block_ids": "the scheduler's own block table; TABLE_EQ reports that the event was needed"},
     "request.preempted": {
         "num_settled_tokens": ("CHUNK_COMPLETE", "SETTLED_EXACT"),
         "num_tokens": ("RESUME_COVERS_OUTPUT",),

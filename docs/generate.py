@@ -352,8 +352,9 @@ def invariants_page() -> list[str]:
         ## Guarded while serving
 
         kvledger records a breach of these rules as `invariant.violated`. It records a differing block table as
-        `blocks.observed`, with the scheduler's own table. If a request cannot continue safely, kvledger quarantines it.
-        The request then gets no hits and no saves, and computes its tokens. No exception of kvledger reaches vLLM.
+        `blocks.observed`, with the block table of the scheduler. If a request cannot continue safely, kvledger
+        quarantines it. The request then gets no hits and no saves, and computes its tokens. No exception of kvledger
+        reaches vLLM.
         """
     )
     body = [[f"`{rule.value}`", demands[rule.value], ", ".join(guarded_in[rule.name])] for rule in rules.Rule]
@@ -424,10 +425,11 @@ def mutants_page() -> list[str]:
         was offered. Then the audit of `kvledger verify` reads the log. The bug is switched on in the audit, too,
         because in production the same version writes and verifies a log.
 
-        The rule in the first column is the first rule that the bug breaks. The same event breaks no other rule.
-        *Events* counts the events from the first difference to the violation, both included. A difference is a change
-        that the bug makes in the log, or only in the connector's state. *Found* counts the seeds in which the rule was
-        broken, out of the seeds with a difference. The logs of the remaining seeds ended before any rule was broken.
+        A difference is a change that the bug makes in the log, or only in the connector's state. A seed counts as
+        *found* if the rule in the first column was broken first, and the same event broke no other rule. The column
+        *found* compares these seeds with the seeds that have a difference. In the remaining seeds, the log ended before
+        any rule was broken, or the bug broke another rule first or with the same event. *Events* counts the events from
+        the first difference to the violation, both included.
 
             make mutants SEEDS=100                        every mutant, on 100 seeds each
             make mutants RULE=HIT_PINNED SEED=3           one log, with marks where the bug acted and where it was found
@@ -579,13 +581,13 @@ def metrics_page() -> list[str]:
     )
     return lines + prose(
         "A reason is a [`miss_reason`](events.md#why-a-hit-ends) or one of these:\n\n"
-        f"- `{NOT_OFFERED}`: the tokens were in the host pool, but another load was in flight, or vLLM's own prefix "
-        "ended within a block.\n"
+        f"- `{NOT_OFFERED}`: the tokens were in the host pool, but another load was in flight, or the prefix in "
+        "vLLM's own cache ended within a block.\n"
         f"- `{NOT_LOADED}`: the connector offered the tokens, but vLLM did not claim them. Recomputed tokens "
         "are also counted here if their load failed.\n"
         f"- `{NO_LOOKUP}`, only for recomputed tokens: vLLM allocated their blocks without a lookup.\n\n"
         "While the log cannot be written, vLLM gets no hits, and these two metrics count no requests. "
-        "`log_waiting_events` shows such a time. A load that fails within a step counts as a hit and in `failed_loads`."
+        "`log_waiting_events` is then above 0. A load that fails within a step counts as a hit and in `failed_loads`."
     )
 
 

@@ -29,7 +29,7 @@ def hash_of_core() -> str:
 
 @cache
 def hash_of_reader() -> str:
-    """Return the hash of all that `hash_of_core` covers and of the reader's source. The reader decides nothing."""
+    """Return the hash of all that `hash_of_core` covers and of the source of `reader/`, which decides nothing."""
     return _hash_of_sources(f"{PACKAGE}.reader", "reader/", hash_of_core())
 
 
@@ -47,7 +47,7 @@ def hash_of_module(name: str) -> str:
 
 @cache
 def hash_of_package(name: str) -> str:
-    """Return the hash of all sources in the package of the module `name`, because a package is changed as a whole."""
+    """Return the hash of all sources in the package of the module `name`: a change in any of them may matter."""
     package = getattr(sys.modules.get(name), "__package__", None)
     return _hash_of_sources(package, f"{package}/") if package else hash_of_module(name)
 

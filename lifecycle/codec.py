@@ -2,7 +2,8 @@
 
 The payload of a frame is one msgpack array of events. An event is an array: its wire code, which is a number for its
 class, and then its fields in order. The log's header lists the classes by wire code, so a log describes its own
-contents. Files in the tests fix the field order of released versions. `msgspec` checks types when it decodes.
+contents. A test compares the field order of released versions with stored files. `msgspec` checks types when it
+decodes.
 
 If the header declares an event as this code does, the event is decoded directly. An event of an older version, or with
 another wire code, is first decoded into a class with the fields of the header, and then converted.
@@ -125,8 +126,8 @@ class EventDecoder:
     """Decodes payloads of a log with the given header.
 
     With `lenient`, the decoder skips and counts events and event versions that this kvledger does not know, instead of
-    raising an error. The folded state then lacks the changes of these events. The caller must judge whether it is
-    still usable.
+    raising an error. The folded state then lacks the changes of these events. The caller must judge whether that
+    state is still usable.
 
     Raises:
         SchemaTooNew: the header has a newer schema version. Without `lenient` also: the header has an event, or a
@@ -291,7 +292,7 @@ class EventDecoder:
 
 
 def _known_fields(event_class: type[Event]) -> list[tuple[str, ...]]:
-    """Return each list of fields that a header may have for this event: all fields, or fewer at the end.
+    """Return each list of fields that a header may have for this event: all fields, or all but the last few.
 
     Older logs lack the fields that were added later. Such fields come last and have defaults.
     """

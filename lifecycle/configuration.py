@@ -91,7 +91,7 @@ class LedgerConfiguration:
     None: no load is asynchronous. With several groups of layers, every load is asynchronous, even with None.
     """
     save_interval_tokens: int = 0
-    """Tokens in one save after the prompt: each time this many tokens have settled, their chunks are saved together.
+    """Interval in tokens. After the prompt, the chunks of an interval are saved together when all of them have settled.
 
     0: each chunk is saved when it has settled.
     """
@@ -119,8 +119,8 @@ class LedgerConfiguration:
     max_silent_ms: int = 5_000
     """Milliseconds after which kvledger asks the workers about a job that a rank has not reported.
 
-    `max_silent_steps` steps must have passed too. If the job is not reported after the same time and steps again, it
-    fails.
+    `max_silent_steps` steps must have passed too. kvledger then waits for the same time and number of steps once more.
+    If the job has not been reported by then, it fails.
     """
 
     extensions: Mapping[str, Mapping[str, bool | int | float | str]] = attrs.field(factory=dict, hash=False)

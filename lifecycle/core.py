@@ -366,11 +366,11 @@ class Core:
         return MappingProxyType({PACKAGE: hash_of_core(), **{name: hash_of_module(name) for name in apart}})
 
     def other_code(self, header: Mapping[str, Any]) -> str:
-        """Return the names of the modules whose code differs between this core and the log with this header.
+        """Return, as text, the modules whose code differs between this core and the log with this header.
 
-        For kvledger itself, the text has both versions. It is empty if no code differs. A difference is no fault of the
-        log: a replay with other code shows what a fix changes. `verify` reports absent extensions and handlers with
-        other names separately.
+        For kvledger itself, the text has both versions. The text is empty if no code differs. A difference is no fault
+        of the log: a replay with other code shows what a fix changes. `verify` reports absent extensions and handlers
+        with other names separately.
         """
         found, ours = header.get("code"), self.code
         theirs = found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""The data of an extension that a log's header contains.
+"""What a log's header contains about an extension.
 
 Folds use this data, and so do readers without the extension's code.
 """

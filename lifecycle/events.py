@@ -1,9 +1,9 @@
 """The events that a log can contain.
 
 An *observation* is what the connector saw: a hook call of vLLM or the report of a worker. A *decision* is what kvledger
-did because of an observation; its `cause` is the sequence number of that observation. Decisions follow from the
-observations alone, so a replay can make them again with today's code. An observation names a request id and is about
-the current life of that id. A decision also names the ordinal of the life.
+did because of an observation; its `cause` is the sequence number of that observation. Decisions depend on nothing but
+the observations, so a replay can make them again with today's code. An observation about a request names its id, and is
+about the current life of that id. A decision about a request also names the ordinal of the life.
 
 Rules for this file
   1. An event has plain values: ints, strings, bytes, booleans and tuples of them. It refers to no object of vLLM.
@@ -78,8 +78,8 @@ class RequestEvent(Event, frozen=True):
 class RequestDecision(RequestEvent, frozen=True):
     """A decision about one life of a request.
 
-    A request id may be used again, an ordinal is unique. The generation counts how often the life has lost computed
-    tokens. A decision that settles a job has the same generation as the decision that issued the job.
+    A request id may be used again, but an ordinal is unique in its log. The generation counts how often the life has
+    lost computed tokens. A decision that settles a job has the same generation as the decision that issued the job.
     """
 
     ordinal: Ordinal
@@ -183,8 +183,8 @@ class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
 
     Audits check the keys with `hash_prefixes`: for each chunk, the first 4 bytes of vLLM's hash
     (`Request.block_hashes`) of the last block that ends within the chunk or before it; zeros if there is no such block.
-    `hash_prefixes` is empty if it was not recorded. `are_block_hashes`: whether each key must be the chunk's hash of
-    vLLM, truncated. If not, each key must differ from this hash, because the key covers more.
+    `hash_prefixes` is empty if it was not recorded. `are_block_hashes`: whether each key must be a truncated copy of
+    this vLLM hash. If not, each key must differ from this hash, because the key covers more.
     """
 
     first_chunk: ChunkNumber
@@ -288,9 +288,10 @@ class SettledTokens(NamedTuple):
 
     ordinal: Ordinal
     first_chunk: ChunkNumber
-    """The first chunk that may need a save. Earlier chunks were saved or declined before."""
+    """The first chunk that may need a save. Chunks with lower numbers were already saved or declined."""
     num_settled_tokens: NumTokens
-    """Tokens of steps whose output vLLM has processed. If no group has a window, only chunks with known keys count."""
+    """Tokens of steps whose output vLLM has processed. If no group has a window, tokens of chunks without a known key
+    do not count."""
     num_in_flight_tokens: NumTokens = NOT_RECORDED
     """Computed tokens of steps whose output vLLM has not processed yet."""
 
@@ -426,7 +427,7 @@ class LookupAnswered(RequestDecision, frozen=True, tag=14):
     """Whether the load is asynchronous, so that the request is in no step until the load is over. If not, the request's
     next step waits for the load."""
     miss_reason: str
-    """Why the hit ends; one of `MissReason`."""
+    """Why the hit has no more tokens; one of `MissReason`."""
     cause: Sequence
 
 
@@ -581,7 +582,7 @@ class ChunksEvicted(Event, frozen=True, tag=26):
     """Chunks were evicted from the host pool to make room for a save."""
 
     keys: tuple[bytes, ...]
-    """Keys of the evicted chunks, in the order in which the chunks leave."""
+    """Keys of the evicted chunks, in the order of eviction."""
     request_id: str
     """The request whose save needed the slots."""
     ordinal: Ordinal
@@ -649,7 +650,7 @@ class InvariantViolated(Event, frozen=True, tag=32):
 
 @observation("log.note")
 class LogNote(Event, frozen=True, tag=33):
-    """A note for the reader of the log, such as a start, a shutdown or lost events."""
+    """A note for people who read the log, such as a start, a shutdown or lost events."""
 
     text: str
     time_ns: TimeNs
@@ -667,9 +668,9 @@ LOG_BEFORE = "the log before, "
 class WindowLeft(RequestEvent, frozen=True, tag=34):
     """vLLM frees blocks that the request's sliding windows have moved past.
 
-    The event is recorded before a step or the request's end, and only if the request was in the previous step. Before
-    this, vLLM had freed only the blocks that no window saw after `num_settled_tokens` settled tokens. The blocks that
-    vLLM frees now are intact until the step's forward pass.
+    The event is recorded before a step or the request's end, and only if the request was in the previous step. Until
+    this event, vLLM had freed only the blocks that no window saw after `num_settled_tokens` settled tokens. The blocks
+    that vLLM frees now are intact until the step's forward pass.
     """
 
     num_settled_tokens: NumTokens
@@ -714,7 +715,7 @@ class EffectsDelivered(Event, frozen=True, tag=39):
     received: tuple[Ordinal, ...]
     """Ordinals of lives whose asynchronous load is complete. kvledger's scheduler side reports these loads to vLLM."""
     reported: tuple[Ordinal, ...]
-    """Ordinals of lives whose end the workers have reported to vLLM."""
+    """Ordinals of lives for which the workers have given vLLM an *end*."""
 
 
 @observation("load.refused")
@@ -828,7 +829,7 @@ class EndRefused(Event, frozen=True, tag=43):
 
     request_id: str
     ordinal: Ordinal
-    """Ordinal of the life of which kvledger has a pending end; `NO_LIFE` if it has none for this request id."""
+    """Ordinal of the life for which kvledger itself has a pending end; `NO_LIFE` if there is no such life."""
     field: str
     """Field of vLLM's `KVConnectorOutput`: `finished_recving` or `finished_sending`."""
     time_ns: TimeNs
@@ -866,7 +867,7 @@ class StepReported(Event, frozen=True, tag=45):
 class Difference(enum.StrEnum):
     """How a hook and the log differed: the first item of an entry of `HooksExchanged.differences`.
 
-    The entry's second item is a number: the ordinal of the life, unless the difference below names another number.
+    The entry's second item is a number: the ordinal of the life, unless the text of the member names another number.
     """
 
     ARRIVAL = "arrival"
@@ -933,7 +934,7 @@ class HooksExchanged(Event, frozen=True, tag=46):
     num_load_errors: Count = 0
     """Blocks that vLLM named as not filled."""
     num_received: Count = 0
-    """Ends of loads that kvledger reported to vLLM (in the output of `update_connector_output`)."""
+    """Loads whose end kvledger reported to vLLM (in the output of `update_connector_output`)."""
     num_finished: Count = 0
     """Ends of requests (`request_finished`)."""
     num_held: Count = 0

@@ -3,8 +3,7 @@
 kvledger matches chunks and copies *pages*. A page is one block of one group of layers. Either the chunk size is a
 multiple of the block size, or the reverse. A chunk larger than a block has several pages. A chunk smaller than a block
 shares its page with the other chunks in the block. The *image* of such a chunk is a copy of the page in which the
-tokens up to the end of the chunk are valid. A longer image of the same block replaces a shorter one. No other module
-knows that a chunk may end inside a block.
+tokens up to the end of the chunk are valid. A longer image of the same block replaces a shorter one.
 
 Hybrid models have one block table per group of layers. kvledger interleaves these tables in one flat table, in which
 each page has the index `block * num_groups + group`. With one group, a page is a block. In a group with a window, vLLM
@@ -122,7 +121,8 @@ class Geometry:
     def chunks_of_load(self, first_token: int, num_tokens: int, num_known: int) -> range:
         """Return the chunks that a load of these tokens touches, at most up to the first chunk without a known key.
 
-        A load can end inside that chunk, but not later. The limit is for damaged logs, which may have any numbers.
+        A load may need a part of that chunk, but no chunk after it. The limit is for damaged logs, which may have any
+        numbers.
 
         Args:
             first_token: the first token of the load.

@@ -4,8 +4,8 @@ Only the scheduler side of the connector writes to a `Ledger`. The ledger reads 
 with the observations, and frames go to the sink.
 
 `Decider` makes the decisions on an observation. In the core, only the `Decider` and the functions in `decisions/` may
-refuse something. The `Decider` keeps no state: everything that it reads was folded from the log. A replay uses it to
-make recorded decisions again.
+refuse an observation; projections fold all events. The `Decider` keeps no state: everything that it reads was folded
+from the log. A replay uses the `Decider` to make recorded decisions again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LedgerCorrupt(RuntimeError):
 
 
 class Ledger:
-    """Records observations, and the decisions on them. `observe` adds events to the log, and nothing removes them.
+    """Records observations, and the decisions on them. `observe` only adds events, and never changes recorded ones.
 
     Args:
         core: the core that decides and folds.

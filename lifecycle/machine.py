@@ -89,7 +89,7 @@ def _reached(region: Region) -> set[State]:
 
 @attrs.frozen
 class Tables:
-    """The part of a core that folds and checks need: the events, and the states to which each event leads."""
+    """The parts of a core that folding and checking need: the events, and the states to which each one leads."""
 
     events: Mapping[str, type[Event]]
     """Event id → class."""

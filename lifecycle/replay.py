@@ -152,14 +152,14 @@ class Replay:
             self._take_up(*following)
 
     def finish(self) -> None:
-        """Report the decision that this code makes after the last event, if there is one. The log lacks it."""
+        """If this code makes one more decision after the last event, report it, because the log lacks it."""
         if self.missing is not None:
             self.divergences.append(self.missing)
             self.missing = None
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether another replay can continue with the folded state and nothing else, from an observation on."""
+        """Whether another replay can go on with the folded state alone, if the next event is an observation."""
         return self.missing is None and not self._stands_aside
 
     def _next(self) -> SequencedEvent | None:

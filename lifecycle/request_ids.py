@@ -42,7 +42,7 @@ def cut_request_id(request_id: str) -> str:
 
 
 def begins_as(logged: str, request_id: str) -> bool:
-    """Whether `logged` may be the cut form of an id that has this long `request_id` after a short prefix."""
+    """Whether `logged` may be the cut form of an id that consists of a short prefix and this long `request_id`."""
     head, cut, digest = logged.rpartition(CUT)
     if not cut or len(digest) != 2 * _DIGEST_BYTES:
         return False

@@ -16,7 +16,8 @@ _QUOTES: Final = " \t\r\n\"'\\"
 def without_credentials(text: str, *, is_address: bool = False) -> str:
     """Return the text without the user, password, query and fragment of the addresses in it.
 
-    A password may contain any character. If it is not clear where it ends, all text after the scheme is left out.
+    A password may contain any character. If its last character cannot be determined, all text after the scheme is left
+    out.
 
     Args:
         text: a message, or an address.

@@ -19,7 +19,7 @@ NOT_CHECKED: Mapping[str, str] = MappingProxyType(
     {
         "STEP_WHILE_PENDING": "idle steps of the engine are not recorded",
         "ROUNDTRIP": "bytes of the KV cache never enter the log",
-        "EVENTS_EQ_RESIDENCY": "published KV events are not recorded, only the log's events from which they follow",
+        "EVENTS_EQ_RESIDENCY": "published KV events are not recorded, only the log's events that they are made from",
     }
 )
 UPCASTERS: Upcasters = MappingProxyType({})  # every event is in its first version

@@ -19,7 +19,7 @@ from kvledger.lifecycle.states import TrustRegion
 
 @attrs.frozen
 class Scheduled:
-    """One request in one step. The numbers of tokens are those before the step."""
+    """One request in one step. All token counts except `num_scheduled_tokens` are from before the step."""
 
     request_id: str
     num_computed_tokens: int

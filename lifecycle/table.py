@@ -51,8 +51,8 @@ Not in the tables
   - The answer that was not claimed, the tail, the chunk keys: these are values, which are replaced as a whole.
   - Whether a tail or a chunk is saved: this follows from its job.
   - The uses of a chunk (promised, read, waited for): a chunk can have several uses at a time.
-  - Blocks that could not be filled, that a request lost or that a window left: a request has many such blocks, and its
-    next block table replaces them.
+  - Blocks that could not be filled, that a request lost or that a window has moved past: a request has many such
+    blocks, and its next block table replaces them.
   - Whether a request decodes one token per step: this only decides how steps are written.
   - Sub-states: they have rows of extensions. These rows refuse nothing, and lead to the phase to which the core's row
     leads. Audits check the phase, and a test checks the sub-states.

@@ -33,7 +33,7 @@ class EngineTurn(msgspec.Struct, eq=False):
     """
 
     projections: Projections
-    """The state that follows from the log. Do not change it."""
+    """The state folded from the log. Do not change it."""
     decide: Decide
     """Records a decision and folds it."""
     cause: int

@@ -109,7 +109,7 @@ class New(Preempted):
         decisions.reports.report_progress(turn)
 
     def transfer_settled(self, turn: Turn, _job: object) -> None:
-        """Report progress after the request's load."""
+        """Report the request's progress after its load."""
         decisions.reports.report_progress(turn)
 
 

@@ -80,7 +80,7 @@ class EndReturned(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """A hook of the wrapped connector has returned. Two hooks have other events: `LookupReturned` and `EndReturned`."""
+    """A hook of the wrapped connector returned. Two hooks have their own events: `LookupReturned` and `EndReturned`."""
 
     hook: str
     duration_ns: DurationNs
@@ -208,13 +208,13 @@ class TransferredFor(msgspec.Struct, frozen=True):
 
 
 class TransfersEnded(msgspec.Struct, frozen=True):
-    """The copies that all workers have reported as done, by their jobs."""
+    """The jobs of the copies that all workers have reported as done."""
 
     jobs: tuple[str, ...]
 
 
 class TransfersAwaited(msgspec.Struct, frozen=True):
-    """The copies that the workers must finish before the current step computes anything, by their jobs."""
+    """The jobs of the copies that the workers must finish before the current step computes anything."""
 
     jobs: tuple[str, ...]
 

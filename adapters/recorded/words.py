@@ -109,7 +109,8 @@ class InWords(RecorderEvents):
     def words(self, payload: msgspec.Struct) -> str | None:
         """Return the event with this payload in English.
 
-        "": there is nothing to say, or the decision after the event says the same. None: tools print name and fields.
+        "": there is nothing to say, or the decision after the event says the same. None: tools print the event's name
+        and fields instead.
         """
         describe = _WORDS.get(type(payload))
         return None if describe is None else describe(payload)
@@ -149,7 +150,7 @@ class InWords(RecorderEvents):
     def under_way(self, event: e.Event) -> str | None:
         """Return the hook call in which the connector is after `event`.
 
-        "": the connector is in no call. None: the event does not show it.
+        "": the connector is in no call. None: `event` does not show in which call the connector is.
         """
         hook = _CALLS.get(type(event))
         if hook is not None:

@@ -188,7 +188,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     # --- both sides ------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Bind a step's metadata to the recorder and to the wrapped connector. vLLM asks the recorder for it."""
+        """Bind a step's metadata to the wrapped connector, and to the recorder, from which vLLM reads the metadata."""
         super().bind_connector_metadata(connector_metadata)
         if self.digests is not None:
             self.digests.step_begins(connector_metadata)
@@ -329,7 +329,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return returned
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Record the workers' reports, and then the reports as the wrapped connector leaves them for vLLM."""
+        """Record the workers' reports, forward the call, then record the reports that vLLM will get."""
         digests, ends = taken_out(connector_output)
         self._recorded.workers_report(connector_output, digests, ends)
         _, duration_ns = self._timed("update_connector_output", None, connector_output)

@@ -21,7 +21,7 @@ NOT_FORWARDED = frozenset({"role", "has_connector_metadata"})
 
 
 def public_names() -> Iterator[str]:
-    """Yield the public names in vLLM's base classes of connectors that are forwarded."""
+    """Yield the names that the recorder forwards: public names in vLLM's base classes of connectors."""
     for base in (KVConnectorBase_V1, SupportsHMA):
         yield from (name for name in vars(base) if not name.startswith("_") and name not in NOT_FORWARDED)
 

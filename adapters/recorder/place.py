@@ -38,7 +38,10 @@ class Place:
             self._last_step = scheduler_output, metadata
 
     def find_out(self) -> bool:
-        """Find out whether the recorder is a child. Only the call that finds out that it is a child returns True."""
+        """Find out whether the recorder is a child.
+
+        Returns True only in the call that finds out that the recorder is a child.
+        """
         if self._last_step is None:
             return False
         scheduler_output, metadata = self._last_step

@@ -1,7 +1,7 @@
 """Records the beginnings and ends of copies, as decoders read them from the metadata of connector and workers.
 
-If the metadata does not name a copy's request, the copy is recorded for the request that got the blocks last. This
-module must not know any connector's metadata.
+If the metadata does not name a copy's request, the copy is recorded for the request that most recently got the blocks.
+This module must not know any connector's metadata.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class Transfers:
     def _num_full_blocks(self, life: Life, copy: payloads.Transferred, loaded_to: Mapping[str, int]) -> int:
         """Return how many blocks of the life's table are full.
 
-        For a load, count the blocks that it fills. For a save, count the blocks that are computed at the step's end.
+        For a load, count the blocks that are full after the load. For a save, count the blocks that are full after the
+        step.
         """
         record = self._tracker.of(life[1])
         if record is None or record.life != life:

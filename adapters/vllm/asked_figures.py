@@ -37,7 +37,7 @@ class _Asked:
 
     ordinal: int
     since_ns: int
-    """Time up to which `spent` counts, in nanoseconds since the log was opened."""
+    """Time up to which `spent` is complete, in nanoseconds since the log was opened."""
     state: State = attrs.field(factory=State)
     spent: Spent = attrs.field(factory=Spent)
     num_cached_tokens: int | None = None

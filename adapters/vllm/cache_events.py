@@ -1,10 +1,11 @@
 """KV events for routers: which blocks can be loaded from the host pool (`take_events`).
 
-An event describes a block as vLLM describes a block on the device, except for the medium. Events follow from the
-decisions in the log, but are not recorded in it. kvledger publishes a chunk as stored when its save is completed. It
-publishes the chunk as removed when the chunk is evicted or tainted, or the cache is reset. Token ids, salts and
-adapters are read from the request when the save is issued, and kept until they are published. They never enter the log.
-kvledger publishes events only if vLLM's `kv_events_config` asks for them. This module makes no decisions.
+A KV event describes a block as vLLM describes a block on the device, except for the medium. kvledger makes KV events
+from the decisions in the log, and does not record them in the log. kvledger publishes a chunk as stored when its save
+is completed. It publishes the chunk as removed when the chunk is evicted or tainted, or the cache is reset. Token ids,
+salts and adapters are read from the request when the save is issued, and kept until they are published. They never
+enter the log. kvledger publishes events only if vLLM's `kv_events_config` asks for them. This module makes no
+decisions.
 """
 
 from __future__ import annotations
@@ -210,7 +211,10 @@ class CacheEvents:
         return found
 
     def _count(self, block_hashes: Sequence[ExternalBlockHash]) -> int:
-        """Count these blocks for one more published chunk; return how many of them other published chunks have."""
+        """Count one more published chunk for each of these blocks.
+
+        Returns how many of these blocks other published chunks contain.
+        """
         num_known = 0
         for block_hash in block_hashes:
             num_chunks = self._num_chunks.get(block_hash, 0)

@@ -1,9 +1,10 @@
 """Chunk keys: hashes of a chunk's tokens and of everything before them, including salt, adapter and media.
 
 If the chunk size is a multiple of vLLM's hash block size, a chunk's key is vLLM's own chained hash of the chunk's last
-block. For other chunk sizes, kvledger computes chained hashes itself, with vLLM's hash function, extra keys and first
-hash. Two tenants with different `cache_salt` therefore never share a chunk. If `PYTHONHASHSEED` is set, every key
-depends on it. Keys are cut to 16 bytes, because 128 bits are enough to tell chunks apart.
+block. For other chunk sizes, kvledger computes chained hashes itself, with vLLM's hash function, vLLM's extra keys, and
+the hash with which vLLM begins every chain. Two tenants with different `cache_salt` therefore never share a chunk. If
+`PYTHONHASHSEED` is set, every key depends on it. Keys are cut to 16 bytes, because 128 bits are enough to tell chunks
+apart.
 
 vLLM's hash leaves out some inputs that the KV depends on (`versions.unhashed_inputs`). kvledger hashes these inputs
 into the keys of the requests that have them. If no key can identify the KV of a request, the request gets no keys and

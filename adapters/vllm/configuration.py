@@ -137,7 +137,7 @@ class ConnectorSettings(LogSettings):
         return int(self.filled_in().host_bytes or 0)
 
     def sizes(self, block_size: int) -> LedgerConfiguration:
-        """Return the configuration as far as it follows from the block size. The number of slots is a placeholder.
+        """Return a configuration with the sizes for this block size. The number of slots is a placeholder.
 
         Raises:
             ConfigurationError: neither of chunk and block size divides the other, or the save interval is less than a
@@ -234,8 +234,8 @@ class ConnectorSettings(LogSettings):
         although there is too little for all pools of the machine.
 
         Raises:
-            ConfigurationError: names the size that is asked for, the available size and its limit, and a size to write
-                instead.
+            ConfigurationError: the pools do not fit. The error names the requested size, the available memory, the
+                limit that restricts it, and a size that fits.
         """
         if memory is None:
             messages.info(
@@ -259,7 +259,9 @@ class ConnectorSettings(LogSettings):
         )
 
     def refuse_beyond_machine(self, num_ranks: int) -> None:
-        """Refuse a `host_bytes` that is more than this machine's total memory. All ranks must run on this machine.
+        """Refuse a `host_bytes` that is more than this machine's total memory.
+
+        Call this only if all ranks run on this machine.
 
         Raises:
             ConfigurationError: `host_bytes` is too large. The error contains the figures and the remedy.

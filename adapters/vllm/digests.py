@@ -2,7 +2,7 @@
 
 A digest is a hash of 64 bits over the bytes of a page (`storage/kv/digests.py`). Only full blocks are digested, because
 the bytes after the last token of a part-filled block are arbitrary. A slot is digested in every copy or in none, so
-that what a load reads from the slot can be compared with what was saved there.
+that the bytes that a load reads from the slot can be compared with the bytes that a save wrote there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DigestedPages:
     def events(self, reports: Iterable[JobReport], time_ns: int) -> Iterator[e.PagesDigested]:
         """Yield the digests in these reports, one event for each run of consecutive blocks.
 
-        Digests of jobs that have already ended are left out.
+        Digests of jobs that are already settled are left out.
         """
         for rank, digested in [(report.rank, digested) for report in reports for digested in report.digested]:
             job = self._jobs.get(digested.job_id)

@@ -69,7 +69,7 @@ def _safely(
 
 
 class Edge:
-    """Counts what one connector exchanges with vLLM, and collects the differences from the log.
+    """Counts what one connector exchanges with vLLM, and collects each difference between this and the log.
 
     Counts and differences are kept until they are recorded.
     """
@@ -577,7 +577,7 @@ class Arrived:
 
 
 def _list_of(job: _Issued) -> str:
-    """Return the name of the list of `StepJobs` that the job belongs in."""
+    """Return the name of the list in `StepJobs` that the job belongs to."""
     if isinstance(job, e.LoadIssued):
         return "async_loads" if job.is_async else "loads"
     if isinstance(job, e.TailSaveIssued) or job.before_forward:

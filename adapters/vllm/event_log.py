@@ -1,4 +1,4 @@
-"""Opens the log of one engine start: creates its directory and its header, and logs messages if writing fails."""
+"""Opens the log of one engine start: creates the log's directory and header. Warns operators if writing fails."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class WorkerOfLog:
 
 @attrs.frozen
 class OpenedLog:
-    """The store of a log, and the log's directory (None if the log is in memory)."""
+    """The store that writes a log, and the log's directory (None if the log is in memory)."""
 
     store: EventStore
     directory: Path | None
@@ -70,7 +70,7 @@ class OpenedLog:
     """Remarks about the previous log, to be recorded in this log."""
 
     def close(self, expected_sequence: int | None = None) -> None:
-        """Close the store, and log an error if some events were not written.
+        """Close the store, and write an error message for operators if some events are not in the log.
 
         `expected_sequence` is the next sequence number by the ledger's own count; see `EventStore.close`.
         """

@@ -81,7 +81,8 @@ def _layer_specs(spec: Any) -> list[Any]:
 def _window(specs: Sequence[Any]) -> tuple[int, str]:
     """Return the window of the layers (0: no window), and why the layers are declined (empty: they are not).
 
-    The types of the specs must match exactly, because subclasses free or reuse blocks in other ways.
+    The type of each spec must be exactly FullAttentionSpec, MLAAttentionSpec or SlidingWindowSpec, because their other
+    subclasses free or reuse blocks in other ways.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
@@ -104,7 +105,7 @@ def _special(group: Any) -> str:
 
 
 def _pages_coincide(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether any two layers' pages are either the same bytes or have no byte in common."""
+    """Whether the pages of every two layers are the same bytes, or have no byte in common."""
     end = 0
     for start, stop in sorted(versions.page_ranges(kv_cache_config)):
         if start < end:

@@ -270,7 +270,10 @@ class Journal:
                 return
 
     def ready(self) -> Ready:
-        """Return what the workers get with this step. Report jobs that missed their step as failed."""
+        """Return the jobs and ends that the workers get with this step.
+
+        Jobs that missed their step are first reported as failed.
+        """
         ready = self.ledger.ready(Channel.WORKERS)
         if not ready.late:
             return ready

@@ -45,7 +45,10 @@ def refuse_weak_hash(algorithm: str) -> None:
 
 
 def note_guessable_keys(vllm_config: VllmConfig, log_directory: Path | None) -> None:
-    """Log at start why a reader of the log can guess prompts, if there is a reason. A log in memory has no reader."""
+    """Write a message with the reason why a reader of the log can guess prompts, if there is a reason.
+
+    A log in memory has no reader, so there is no message about it. Called at start.
+    """
     reason = why_guessable(hash_algorithm(vllm_config))
     if reason and log_directory is not None:
         messages.info("a reader of the log can guess prompts", reason=reason)
@@ -54,9 +57,9 @@ def note_guessable_keys(vllm_config: VllmConfig, log_directory: Path | None) -> 
 def why_guessable(algorithm: str) -> str:
     """Return why a reader of a log can test guesses of prompts, with the remedy; empty if no reason is known.
 
-    vLLM 0.32 and 0.33 derive the hash before the first block from `PYTHONHASHSEED`. If it is not set, they use a
-    constant. For xxhash, they use 32 random bytes, new in each process (`v1/core/kv_cache_utils.py`,
-    resolve_none_hash_seed).
+    vLLM 0.32 and 0.33 derive the hash before the first block from `PYTHONHASHSEED`. If `PYTHONHASHSEED` is not set,
+    they use a constant with sha256. With xxhash, they then use 32 random bytes, new in each process
+    (`v1/core/kv_cache_utils.py`, resolve_none_hash_seed).
     """
     if algorithm not in COLLISION_RESISTANT:
         return f"{algorithm} is not a cryptographic hash, so keys do not hide prompts; use sha256"

@@ -86,7 +86,7 @@ class LogIds:
         return self.renamed.get(request_id) or logged_request_id(request_id)
 
     def given(self, logged: str) -> str:
-        """Return vLLM's id for an id in the log. The request must be alive, or vLLM must wait for its copy."""
+        """Return vLLM's id for an id in the log. Only for a request that is alive, or for whose copy vLLM waits."""
         return self._given.get(logged, logged)
 
     def all_given(self, logged: Iterable[str]) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ class StepJobs(KVConnectorMetadata, msgspec.Struct, frozen=True, metaclass=_Meta
     def has_reports(self) -> bool:
         """Whether the step's output must report copies, ends, or blocks that no copy fills.
 
-        Only copies that the step waits for, and copies that the workers are asked about, must be reported there.
+        That output must report a copy only if the step waits for the copy or the workers are asked about the copy.
         """
         copies = self.saves_before_forward or self.loads or self.saves or self.asked_after
         return bool(copies or self.failed_loads or self.finished_saves or self.undeliverable_block_ids)
@@ -94,9 +94,9 @@ class DigestedJob:
     pages: tuple[int, ...]
     """Place of each digested block in the request's flat table."""
     digests: tuple[int, ...]
-    """Digests of these blocks, before a save or after a load."""
+    """Digest of each block of `pages`: before a save reads it, or after a load has filled it."""
     stored_digests: tuple[int, ...] = ()
-    """Digests of the slots of these blocks, before a load; empty for a save."""
+    """Digest of the slot of each block of `pages`, before a load reads the slot; empty for a save."""
 
 
 @attrs.frozen(slots=False)
@@ -200,7 +200,7 @@ def disagreements(starts: Iterable[WorkerStart], configuration: LedgerConfigurat
 
 
 def step_jobs(ready: Ready, pages_of: Callable[[IssuedJob], tuple[int, ...]] | None = None) -> StepJobs:
-    """Return what goes to the workers with a step.
+    """Return the `StepJobs` that go to the workers with a step.
 
     `pages_of` returns which pages of a job are digested. If it is None, no pages are digested.
     """
@@ -222,7 +222,7 @@ def step_jobs(ready: Ready, pages_of: Callable[[IssuedJob], tuple[int, ...]] | N
 
 
 def _list_of(job: IssuedJob) -> str:
-    """Return the name of the list of `StepJobs` that the job belongs in."""
+    """Return the name of the list in `StepJobs` that the job belongs to."""
     if isinstance(job, e.LoadIssued):
         return "async_loads" if job.is_async else "loads"
     if isinstance(job, e.TailSaveIssued) or job.before_forward:
@@ -231,9 +231,9 @@ def _list_of(job: IssuedJob) -> str:
 
 
 def no_copies(ready: Ready) -> StepJobs:
-    """Return what goes to the workers with a step if `step_jobs` failed.
+    """Return the `StepJobs` that go to the workers with a step if `step_jobs` failed.
 
-    The step waits for copies in flight, reports ends and unfilled blocks, and begins no copies.
+    The step begins no copies. It waits for the copies that `ready` names, and reports ends and unfilled blocks.
     """
     return StepJobs(
         awaited=tuple(awaited.job_id for awaited in ready.awaited),

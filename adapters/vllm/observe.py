@@ -56,8 +56,8 @@ def arrival(request: Request, ordinal: int, now_ns: int) -> e.RequestArrived:
 class KeyChecks:
     """Computes check values of chunk keys: the first bytes of vLLM's own hash of a chunk's last block.
 
-    This class reads the request itself and computes its own index into vLLM's hashes. It must not use the code that
-    makes keys (`chunk_keys`), so that a bug in that code does not occur here too.
+    This class finds vLLM's hashes in the request with code of its own. It must not use the code that makes keys
+    (`chunk_keys`), so that a bug in that code does not occur here too.
     """
 
     def __init__(self, *, chunk_size: int, hash_block_size: int) -> None:
@@ -68,8 +68,8 @@ class KeyChecks:
     def hash_prefixes(self, request: Request, first_chunk: int, num_chunks: int) -> bytes:
         """Return the check values of `num_chunks` chunks, concatenated, with `NUM_CHECK_BYTES` bytes for each chunk.
 
-        A chunk's check value is the first bytes of the hash of the last block that ends no later than the chunk. The
-        check value is zeros if there is no such block, or if vLLM has no hash of the block.
+        A chunk's check value is the first bytes of the hash of the last block that does not extend beyond the chunk.
+        The check value is zeros if there is no such block, or if vLLM has no hash of the block.
         """
         hashes, block_size = request.block_hashes, self._hash_block_size
         first_end = (first_chunk + 1) * self._chunk_size
@@ -136,7 +136,10 @@ class RequestReader:
         self._hashes = [*map(versions.prefix_hashes, self._pools)]
 
     def take_reset(self) -> bool:
-        """Whether vLLM has reset its prefix cache since the last call. vLLM calls no hook for such a reset."""
+        """Whether vLLM has reset its prefix cache since the last call of this method.
+
+        vLLM calls a hook only for a reset that also resets the connector's cache.
+        """
         if self._is_reset_noted:
             self._is_reset_noted = False
             return True
@@ -208,8 +211,9 @@ class RequestReader:
         """Record a preemption of the request, if `request.num_preemptions` has grown.
 
         Normally `build_connector_meta` of the same step calls this. After
-        `reset_prefix_cache(reset_running_requests=True)`, a lookup calls it earlier. `overwritten` are the blocks that
-        the worker zeroes before kvledger can copy them; None if these are not known yet.
+        `reset_prefix_cache(reset_running_requests=True)`, a lookup calls this before `build_connector_meta` does.
+        `overwritten` are the blocks that the worker zeroes before kvledger can copy them; None if these are not known
+        yet.
         """
         record = self._tracker.get(request.request_id)
         if record is None or request.num_preemptions <= record.num_preemptions:
@@ -368,9 +372,10 @@ class StepReader:
         self._time_ns = 0
 
     def read(self, scheduler_output: SchedulerOutput, time_ns: int) -> e.StepScheduled:
-        """Return the observation of what this step schedules, for requests in the log.
+        """Return the observation of this step, with the scheduled requests that are in the log.
 
-        If the computed tokens of a request went down, this rollback is observed separately, before the step.
+        Without speculation, this method first records the rollback of each request that has fewer computed tokens than
+        before.
         """
         self._time_ns = time_ns
         self._processed_before, self._processed = self._processed, {}
@@ -422,9 +427,9 @@ class StepReader:
     def _advanced(
         self, counts: Sequence[tuple[str, int]], num_scheduled: Mapping[str, int]
     ) -> list[tuple[int, int, int, int]]:
-        """Return (ordinal, computed tokens, scheduled tokens, known tokens) of each of these requests.
+        """Return (ordinal, computed tokens, scheduled tokens, known tokens) of each request in `counts`.
 
-        Records rollbacks first, except with speculation.
+        Without speculation, records rollbacks first. `counts` is (request id, computed tokens) of each request.
         """
         record_of, request_of = self._tracker.get, self._requests.get
         for request_id, count in () if self._speculates else counts:
@@ -442,9 +447,10 @@ class StepReader:
     # --- settled chunks ----------------------------------------------------------------------
 
     def _settled(self, advanced: Sequence[tuple[int, int, int, int]]) -> tuple[e.SettledTokens, ...]:
-        """Return the settled tokens of requests with enough newly settled chunks to save, and record their keys.
+        """Return the settled tokens of requests with enough newly settled chunks to save; record the chunks' keys.
 
-        The step in which a decoding request settles its next chunks is known, so the request is checked only then.
+        The step in which a decoding request settles its next chunks is known in advance. The request is checked only in
+        that step.
         """
         if self._sync_keys is None:
             return ()
@@ -510,7 +516,8 @@ class StepReader:
     def _window_left(self, record: RequestRecord, processed: tuple[int, int] | None, time_ns: int) -> None:
         """Record up to which token blocks outside windows were freed, for a request that the last step scheduled.
 
-        In a step that skips a request, vLLM may free more blocks before it finds that there is no room for the request.
+        In a step that skips a request, vLLM may free more of the request's blocks, before it finds that there is no
+        room for the request.
         """
         computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
         if processed is not None and computing:

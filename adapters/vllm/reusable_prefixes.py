@@ -35,7 +35,7 @@ query is as long as the longest sequence. One other request with a new prompt ca
 def unusable_prefixes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
     """Return the reasons why no prefix may be loaded; empty if prefixes may be loaded.
 
-    That prefix caching is off is not a reason, because an operator may switch it off on a backend that reads prefixes.
+    Prefix caching that is off is not a reason, because an operator may switch it off on a backend that reads prefixes.
     A process that has built the model also checks the model's layers. The scheduler's side has not built the model, so
     a worker checks the layers and reports the reasons.
     """

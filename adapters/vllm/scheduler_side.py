@@ -252,8 +252,8 @@ class SchedulerSide:
         """Report the blocks that vLLM expects to be loaded, but that no load will fill.
 
         vLLM recomputes the tokens of these blocks (kv_load_failure_policy "recompute") or fails this one request
-        ("fail"). If the model has several groups, every load is asynchronous. vLLM then accepts reports of failed
-        requests, but not of blocks.
+        ("fail"). If the model has several groups, every load is asynchronous. vLLM then accepts reports of requests
+        whose load failed, but no reports of blocks.
         """
         if not num_external_tokens:
             return

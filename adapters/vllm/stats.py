@@ -1,8 +1,9 @@
-"""Sends the connector's figures out of the engine core: their changes since the last time, as plain data.
+"""Sends the connector's figures out of the engine core as plain data: changes of counters, and values of gauges.
 
 vLLM takes the figures in each step (`Scheduler.make_stats`, `vllm/v1/core/sched/scheduler.py`, 0.32) and sends them to
-the processes that serve `/metrics` and write a periodic log line. An idle engine runs no step and sends nothing, so the
-time of the last write is sent instead of its age. This module must not know Prometheus.
+the processes that serve `/metrics` and write a periodic log line. An idle engine runs no step and sends nothing. The
+figures therefore have the time of the latest write to the event log, and not how long ago it was. This module must not
+know Prometheus.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _NS_BETWEEN_WRITES_SENT: Final = 1_000_000_000
 class ConnectorStats(KVConnectorStats):
     """The changes of one interval and the values of the gauges: numbers and lists of numbers, which vLLM can serialize.
 
-    The list of a duration has the counts of all buckets (`DURATION_BOUNDS_NS`), and then the sums of nanoseconds of all
-    buckets.
+    Each list is about durations of one kind. It has the counts of all buckets (`DURATION_BOUNDS_NS`), and then the sums
+    of all buckets in nanoseconds.
     """
 
     def reset(self) -> None:
@@ -60,7 +61,7 @@ class ConnectorStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the figures for vLLM's periodic log line. A duration is shown as its mean in milliseconds."""
+        """Return the figures for vLLM's periodic log line, with the mean of each kind of duration in milliseconds."""
         shown: dict[str, int | float] = {}
         for name, value in self.data.items():
             if isinstance(value, list):

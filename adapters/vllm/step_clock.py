@@ -6,7 +6,10 @@ from kvledger.lifecycle import Hook, Moment
 
 
 class StepClock:
-    """Counts the moments of one worker, without the machine's clock. Two ranks that do the same have equal moments."""
+    """Counts the moments of one worker, without the machine's clock.
+
+    Two ranks that begin and end the same copies in the same hook calls have equal moments.
+    """
 
     def __init__(self) -> None:
         self._delivered = 0

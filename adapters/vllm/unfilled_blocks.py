@@ -1,4 +1,4 @@
-"""Compares the blocks that each rank reports to vLLM as not filled with the loads that failed on that rank.
+"""Compares the loads that failed on each rank with the blocks that this rank reports to vLLM as not filled.
 
 Like `edge.py`, which uses it, this module decides nothing and uses no code that answers the hooks.
 """

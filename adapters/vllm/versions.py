@@ -141,8 +141,8 @@ def as_scheduled(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
     """Return the bytes that vLLM allocates for one block on one rank, over all layers and with padding.
 
-    All tensors lie in one allocation, and each names the size of this allocation. No two blocks share a byte, so a copy
-    of one block moves at most this many bytes (`v1/core/kv_cache_utils.py`, get_kv_cache_config_from_groups, 0.32).
+    No copy of one block moves more bytes, because no two blocks share a byte. All tensors lie in one allocation, and
+    each tensor names the size of this allocation (`v1/core/kv_cache_utils.py`, get_kv_cache_config_from_groups, 0.32).
     """
     return int(kv_cache_config.kv_cache_tensors[0].size) // int(kv_cache_config.num_blocks)
 
@@ -150,7 +150,7 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
 def page_ranges(kv_cache_config: KVCacheConfig) -> set[tuple[int, int]]:
     """Return the byte range of each layer's page of block 0 in the allocation.
 
-    The ranges follow from the placement of the tensors (`v1/kv_cache_interface.py`, KVCacheTensor), because the
+    The ranges are computed from the placement of the tensors (`v1/kv_cache_interface.py`, KVCacheTensor), because the
     scheduler does not have the specs of every layer. A page ends where the next page begins: one layer or one block
     further on, whichever is closer.
     """
@@ -166,7 +166,8 @@ def is_alone(connector: object) -> bool:
 
     `MultiConnector` passes the handshake of its first child to all children and drops the handshakes of the others
     (`kv_connector/v1/multi_connector.py`, get_handshake_metadata, 0.32). A child must therefore make no handshake, so
-    that another child's handshake is not dropped. Other children may also write blocks outside the device's order.
+    that another child's handshake is not dropped. Other children may also write blocks in an order that no stream of
+    the device knows.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -346,9 +347,10 @@ def blocks_to_zero(scheduler_output: SchedulerOutput) -> frozenset[int]:
 
 
 def connector_metadata(scheduler_output: SchedulerOutput) -> object:
-    """Return the metadata that vLLM's outermost connector returned for a step; None before it has returned them.
+    """Return the metadata that vLLM's outermost connector returned for a step.
 
-    vLLM sets the metadata right after `build_connector_meta` (`v1/core/sched/scheduler.py`, schedule).
+    None before that connector has returned any. vLLM sets the metadata right after `build_connector_meta`
+    (`v1/core/sched/scheduler.py`, schedule).
     """
     return getattr(scheduler_output, "kv_connector_metadata", None)
 
@@ -461,8 +463,8 @@ def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
     """Return which dimension of a registered KV tensor counts blocks. None: the shape does not show it.
 
     Most tensors have the shape `[num_blocks, ...]`, as on CPU in 0.32. If K and V are apart, the shape is
-    `[2, num_blocks, ...]`. If a kernel has smaller blocks, there is a multiple of `num_blocks` in this place. A flat
-    buffer does not show blocks. If the result is None, `describe_blocks` finds the dimension itself or refuses the
+    `[2, num_blocks, ...]`. If a kernel has smaller blocks, this dimension is a multiple of `num_blocks`. The shape of a
+    flat buffer does not show blocks. If the result is None, `describe_blocks` finds the dimension itself or refuses the
     tensor.
     """
     if len(shape) < 2:  # noqa: PLR2004 -- see above

@@ -119,8 +119,8 @@ def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
 def _refuse_kernels(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Check the attention kernels as a worker does (`v1/worker/gpu_model_runner.py`, 0.32).
 
-    The kernels must support the block size (`v1/worker/utils.py`, prepare_kernel_block_sizes). On CPU, each backend
-    also makes its own checks when it is set up. On other devices this is left out, because setup allocates memory.
+    The kernels must support the block size (`v1/worker/utils.py`, prepare_kernel_block_sizes). On CPU, this function
+    also sets up each backend, which makes further checks. On other devices it does not, because setup allocates memory.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -190,7 +190,7 @@ def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 
     See `v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32. First, the platform may change the block size
     (`v1/executor/uniproc_executor.py`, 0.32). It does so for kernels that support only one size, and for hybrid models,
-    whose pages of state and pages of attention must have the same size.
+    whose Mamba pages and attention pages must have the same size.
     """
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
@@ -224,7 +224,7 @@ def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 def _of_one_rank(spec: KVCacheSpec, num_ranks: int) -> KVCacheSpec:
-    """Return the spec of a layer on one rank, whose heads are divided among the ranks.
+    """Return the spec of one rank's part of a layer. The layer's attention heads are divided among the ranks.
 
     If there are fewer heads than ranks, several ranks hold the same head (`config/model.py`, get_num_kv_heads, 0.32).
     Latent attention has one head, which every rank holds.

@@ -58,7 +58,7 @@ class WorkerDigests:
                 self._not_made(job_id, error)
 
     def with_digests(self, reports: Iterable[JobReport]) -> list[JobReport]:
-        """Return the reports, completed by the digests of jobs whose copies succeeded."""
+        """Return the reports, and add to them the digests of the jobs whose copies succeeded."""
         return [self._with_digests(report) for report in reports]
 
     def _with_digests(self, report: JobReport) -> JobReport:

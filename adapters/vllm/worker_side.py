@@ -1,6 +1,7 @@
-"""The worker's half of the connector: copies the pages of each step's jobs, and reports every job exactly once.
+"""The worker's half of the connector: copies the pages of each step's jobs, and reports every job.
 
-The worker knows blocks and slots, but not requests. The scheduler's side decides what follows from a failed copy.
+A worker repeats a report only if the scheduler's side asks for it. The worker knows blocks and slots, but not requests.
+The scheduler's side decides what to do after a failed copy.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A checker checks one rule, event by event. Its memory is bounded, because it forgets a request when the request is
 released. The audit's model folds an event before checkers are called with it. Checkers cannot use projections or the
-code that decides. They remember what they need from earlier events.
+code that decides. Each checker stores the facts of earlier events that it needs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Checker(Visitor[AuditModel]):
     needs = tuple(EVERY_PART)
     rule: ClassVar[str]
     expects_own_evictions: ClassVar[bool] = False
-    """Whether the rule is not checked if an extension chooses which chunks are evicted last, because the log does not
-    record that choice."""
+    """Whether to skip the rule if an extension chooses the chunks that are evicted last. The log does not record that
+    choice."""
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
@@ -36,10 +36,9 @@ class Checker(Visitor[AuditModel]):
         self.slots, self.chunks, self.tails, self.room = model.slots, model.chunks, model.tails, model.room
 
     def begin(self) -> None:
-        """Read from the model what is in flight, so that the checker reports no violation by mistake.
+        """Read the state at the audit's start from the audit's model, so that no violation is reported by mistake.
 
-        Called before the first event if the audit begins in the middle of a log. Only the model has the state from the
-        earlier events.
+        Called before the first event if the audit begins in the middle of a log. The checker gets no earlier events.
         """
 
     def broken(self, detail: str, *evidence: int, request_id: str | None = None) -> None:

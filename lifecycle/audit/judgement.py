@@ -44,7 +44,8 @@ class Judgement:
     reference_differences: Divergences
     """Events after which the two forms of the transition tables disagree: reference machine and compiled table."""
     num_unjudged: int
-    """Number of observations whose decisions were not made again: a missing extension may have taken part in them."""
+    """Number of observations whose decisions the replay skipped, because a missing extension may have taken part in
+    them."""
     unfoldable: Unfoldable | None = None
 
     @property

@@ -20,7 +20,7 @@ from kvledger.lifecycle.reader.stored import StoredState
 
 
 class AuditModel(Model):
-    """The reader's model, and the parts that only rules need. It folds an event before checkers are called with it."""
+    """The reader's model, and the parts that only rules need. Each event is folded before checkers get the event."""
 
     def __init__(self, tables: machine.Tables, configuration: LedgerConfiguration, violations: Violations) -> None:
         super().__init__(tables, configuration)

@@ -1,7 +1,7 @@
 """Rules of extensions: checked like all other rules until code of their extension raises.
 
 If the checker of such a rule raises, the rule is not judged any more. If an extension is stopped, none of its rules is
-judged any more. All other rules are checked as usual. This module must not know what a rule is about.
+judged any more. All other rules are checked as usual. This module must not depend on any particular rule.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RuleOfExtension(Checker):
         super().__init__(model)
         self.rule = rule  # type: ignore[misc]
         self.not_judged = ""
-        """Why the rule was not judged on the log, or on the rest of the log; empty if it was judged."""
+        """Why the rule was not judged, or not up to the end of the log; empty if it was judged on the whole log."""
         self._extension = extension
         self._payload_of = payload_of
         self._found = Violations()

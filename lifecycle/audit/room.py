@@ -1,8 +1,8 @@
 """Which chunks may leave the host pool, in which order, and which have to stay.
 
-Imagine a list of all chunks in which the first chunk is evicted first. Each use moves a whole prefix to the end of the
-list, so that the first chunk of the prompt becomes the last chunk of the list. With such a list, each save of a long
-request would move its whole prompt. `Room` therefore stores a list of uses, and the last use of each chunk.
+Imagine a list of all chunks in their order of eviction. Each use moves all chunks of a prefix to the end of the list,
+in reverse order: the first chunk of the prompt becomes the last chunk of the list. With such a list, each save of a
+long request would move its whole prompt. `Room` therefore stores a list of uses, and the latest use of each chunk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StoredRoom(msgspec.Struct, forbid_unknown_fields=True):
 
 @attrs.define(eq=False)
 class _Use:
-    """A use of a prefix. It is the last use of those chunks of the prefix that no later use covers."""
+    """A use of a prefix. It is the latest use of those chunks of the prefix that no later use covers."""
 
     ordinal: int
     """Ordinal of the life that has the prefix."""
@@ -44,16 +44,16 @@ class _Use:
     num_chunks: int = 0
     """Number of chunks of the prefix, without the chunks at its end that are not in the pool."""
     num_taken: int = 0
-    """All chunks of the prefix that a later use covers are among its first `num_taken` chunks."""
+    """All chunks that a later use covers are among the first `num_taken` chunks of the prefix."""
     num_missing: int = 0
-    """All chunks of the prefix that are not in the pool are among its first `num_missing` chunks. Saves of other lives
-    may add these chunks."""
+    """All chunks that are not in the pool are among the first `num_missing` chunks of the prefix. Saves of other lives
+    may add these chunks to the pool."""
     num_last: int = 0
     """Number of chunks in the pool that have this use as their last use."""
 
 
 class Room:
-    """Order in which chunks leave the pool. `Room` must fold an event after the answers, the copies and the chunks.
+    """Order in which chunks leave the pool. `Room` must fold an event after `Answers`, `Copies` and `Chunks`.
 
     A prefix is held by each pending answer that promised it, by each preempted request that waits for it, and by each
     copy in flight that reads it or adds its last chunk. The end of such a hold is a use of the prefix.

@@ -16,7 +16,7 @@ class RuleChecks:
     """Folds each event into the audit's model, then calls the checkers. They report to the model's `violations`.
 
     Args:
-        model: the model, in its state before the first event.
+        model: the audit's model, with the state before the first event.
         checkers: functions that make the checkers. The checkers are called in this order.
         begins_late: whether the audit begins in the middle of a log. If so, `model` must contain the state from
             the earlier events.

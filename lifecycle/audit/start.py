@@ -23,7 +23,7 @@ from kvledger.lifecycle.snapshots import capture, restore
 
 @attrs.frozen
 class Start:
-    """State after an event, as bytes. Each audit that begins at this event restores its own objects from the bytes."""
+    """State after an event, as bytes. Each audit that begins there restores its own objects from the bytes."""
 
     state: bytes
     """State of the projections, see `snapshots.capture`."""

@@ -28,7 +28,8 @@ class Violation:
     ordinal: int | None
     """Ordinal of the life concerned; None if not known, or if no single request is concerned."""
     cause: int
-    """Sequence number of the observation at which the rule is broken. For a decision, this is its cause."""
+    """Sequence number of the observation at which the rule is broken, or that caused the decision at which it is
+    broken."""
 
 
 class Violations:

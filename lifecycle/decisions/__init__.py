@@ -8,5 +8,5 @@
 
 A function that decides gets the turn, and passes its decisions to `turn.decide`. Only `answer_lookup` returns its
 decision instead, and the handler passes it to `turn.decide`. In the core, only these functions and the `Decider` that
-calls the handlers may refuse something.
+calls the handlers may refuse an observation; projections fold all events.
 """

@@ -50,7 +50,7 @@ class _Hit(msgspec.Struct, frozen=True):
     num_tokens: int
     """Number of tokens in the host pool, from token 0 on without a gap."""
     end_token: int
-    """Token at which a load must end: at most `num_tokens`, and before the last token, which must be computed."""
+    """Number of tokens up to which the request may load: at most `num_tokens`, and never all known tokens."""
     reason: MissReason
     """Why the request may not load more tokens."""
     awaited: _Awaited | None = None
@@ -139,7 +139,7 @@ def _find_hit(event: e.LookupRequested, request: RequestRecord, projections: Pro
 
 
 def _hit_before(key: bytes, num_tokens: int, end_token: int, projections: Projections) -> _Hit:
-    """Return the hit that ends before the chunk with this key, and why that chunk is not in the host pool."""
+    """Return the hit up to the chunk with this key, with the reason why that chunk is not in the host pool."""
     if projections.pool.is_saving(key):
         save = projections.jobs.saving(key)
         if save is None:
@@ -256,7 +256,7 @@ def _will_be_shared(load: Copy, projections: Projections) -> bool:
 
 
 def _shared_end(load: Copy, num_computed_tokens: int, request: RequestRecord, projections: Projections) -> int:
-    """Return the end of the request's tokens that the load brings, as a multiple of the block size; 0: none."""
+    """Return up to how many tokens the load brings blocks of the request: a multiple of the block size, 0 if none."""
     geometry, keys = projections.geometry, request.keys
     first = num_computed_tokens // geometry.chunk_size
     if not load.chunks or load.chunks[0] > first:

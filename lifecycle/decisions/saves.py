@@ -66,9 +66,9 @@ class Save(msgspec.Struct, frozen=True, gc=False):
 
     chunks: Sequence[int]
     pages: Sequence[int]
-    """Pages to copy, ascending. With windows, not all pages of the chunks."""
+    """Pages to copy, ascending. With windows, possibly only some pages of the chunks."""
     evicted: Sequence[bytes] = ()
-    """Keys of the chunks to evict first."""
+    """Keys of the chunks to evict before the copy."""
     rest: Declined | None = None
     """The remaining settled chunks, for which there is no room; None if there is room for all."""
 
@@ -79,9 +79,9 @@ class TailSave(msgspec.Struct, frozen=True, gc=False):
     first_token: int
     num_tokens: int
     pages: Sequence[int]
-    """Pages to copy, ascending. With windows, not all pages of the tokens."""
+    """Pages to copy, ascending. With windows, possibly only some pages of the tokens."""
     evicted: Sequence[bytes] = ()
-    """Keys of the chunks to evict first."""
+    """Keys of the chunks to evict before the copy."""
 
 
 # --- the three occasions -----------------------------------------------------------------------

@@ -21,7 +21,7 @@ class SavablePages(msgspec.Struct, frozen=True):
 
     - All pages of groups without a window.
     - Pages that the next token sees. The request holds them.
-    - Pages that a window has left in this step, if a load needs them to end at one of the boundaries. vLLM has freed
+    - Pages that a window has left in this step, if a load up to one of the boundaries needs them. vLLM has freed
       these pages, but their contents are intact until the step's forward pass.
     """
 
@@ -50,7 +50,7 @@ class SavablePages(msgspec.Struct, frozen=True):
         return not self._is_seen(block, group)
 
     def blocks(self) -> Iterator[int]:
-        """Return the block ids of these pages."""
+        """Return the block ids of the pages that a save can copy and that are worth a copy."""
         return (block_id for page, block_id in enumerate(self.block_ids) if page in self)
 
     def _is_seen(self, block: int, group: int) -> bool:

@@ -84,7 +84,7 @@ class _Folds(NamedTuple):
 
 class _Route(NamedTuple):
     find: Find
-    """Returns the subject of an event before it is folded."""
+    """Returns the subject of an event that is not folded yet."""
     folds: _Folds
     if_refused: _Folds
 
@@ -215,7 +215,7 @@ class Projections:
     # --- folds ---------------------------------------------------------------------------------
 
     def fold(self, event: Event, sequence: int) -> Subject:
-        """Fold one event and return its subject. A refused event is folded only as far as the core's `gating` says.
+        """Fold one event and return its subject. Only projections that the core's `gating` names fold a refused event.
 
         Folding a recorded event never fails.
         """
@@ -229,7 +229,7 @@ class Projections:
         return subject
 
     def follow(self, calls: Mapping[type[Event], Fold]) -> None:
-        """Call each of these functions with every later event of its class, the sequence number and the subject.
+        """From now on, call these functions with each event of their class, its sequence number and its subject.
 
         The functions run after `Owed` and before the other projections. They are not called with refused events.
         """
@@ -287,7 +287,7 @@ class Projections:
     def snapshot(self) -> dict[str, bytes]:
         """Projection name → its encoded state.
 
-        Compare these bytes instead of the states, because the order inside a state matters.
+        Compare these bytes instead of the states: comparing dicts ignores the order of their entries, which matters.
         """
         return {name: _encode(state) for name, state in self.states().items()}
 

@@ -43,7 +43,7 @@ class Subject(msgspec.Struct, frozen=True, gc=False):
     before: Before | None = None
     """Generation and states of the request just before an observation; None for decisions."""
     is_refused: bool = False
-    """Whether the request's states refuse the observation. For an unknown request: whether any states refuse it.
+    """Whether the request's states refuse the observation. For an unknown request: whether some state refuses it.
 
     Only the projections in `Gating.closed_fold` fold a refused event.
     """
@@ -53,7 +53,7 @@ class Subject(msgspec.Struct, frozen=True, gc=False):
     The step is folded anyway.
     """
     copy: Copy | None = None
-    """The copy that the event settles; None if that copy is not in flight, and for other events."""
+    """The copy that the event settles; None if the copy is not in flight, or if the event settles no copy."""
 
 
 NO_SUBJECT = Subject()

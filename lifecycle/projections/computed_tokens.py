@@ -1,7 +1,7 @@
 """Tokens of each life that are computed or in flight after the last step, and the lives that decode one token per step.
 
-While a request decodes one token per step, its computed tokens follow from the number of steps. A step of 256 decoding
-requests therefore costs nothing here, and the log contains only what differs from this expectation.
+While a request decodes one token per step, its number of computed tokens is derived from the number of steps. A step of
+256 decoding requests therefore costs nothing here, and the log contains only the differences from this expectation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
 
     num_steps: Count = 0
     last_counts: dict[LifeOrdinal, SumOfTokens] = {}
-    """Ordinal → number of computed tokens that was set last."""
+    """Ordinal → number of computed tokens. Outdated for lives in `decoding`."""
     decoding: dict[LifeOrdinal, SumOfTokens] = {}
     """Ordinal → computed tokens minus `num_steps`, for requests that decode one token per step."""
 

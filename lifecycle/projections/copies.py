@@ -69,7 +69,7 @@ class Copy(msgspec.Struct, gc=False):
     keys: tuple[bytes, ...] = ()
     """Keys of `chunks`, as the request had them when the copy was issued."""
     earlier_keys: tuple[tuple[ChunkNumber, bytes], ...] = ()
-    """(chunk, key) of earlier chunks that end in the blocks of a save. The saved pages contain these chunks, too."""
+    """(chunk, key) of the chunks before `chunks` that end in a block of the save. The saved pages contain them, too."""
     epoch: Count = 0
     """Number of cache resets before the copy was issued."""
     asked_step: Count = 0

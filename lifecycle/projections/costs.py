@@ -41,7 +41,7 @@ _COMPUTING = (RequestState.CHUNKED_PREFILL, RequestState.RUNNING)
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """The measurements and the conclusion from them."""
+    """The measurements, and until when no load is offered because of them."""
 
     samples: list[tuple[SumOfTokens, Int64]] = []
     """(sum of tokens, duration in nanoseconds) of each series of `NUM_STEPS` steps, the oldest first."""
@@ -115,7 +115,7 @@ class TokenCosts(Projection):
     def _costs_more(self) -> bool:
         """Whether loading costs more than computing by `MARGIN`.
 
-        That must hold even if computing costs `NUM_ERRORS` standard errors more than measured.
+        The comparison adds `NUM_ERRORS` standard errors to the measured cost of computing.
         """
         loads, samples = self.state.loads, self.state.samples
         count = len(samples)

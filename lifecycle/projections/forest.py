@@ -47,7 +47,7 @@ class _Walk:
 
 
 class Forest:
-    """Trees of chunk keys. The nodes are the chunks in the pool, the ghosts, and all chunks before a chunk or ghost."""
+    """Trees of chunk keys. The nodes are the chunks in the pool, the ghosts, and all chunks before these."""
 
     def __init__(self, parent_of: dict[bytes, bytes | None], queue: Queue, committed: Container[bytes]) -> None:
         """Create the forest from folded state, which later folds change in place.
@@ -191,7 +191,7 @@ class Forest:
 
         Args:
             spare: a node that stays, and with it all nodes before it.
-            stays: key → whether this leaf leaves after all others. Default: no leaf does.
+            stays: key → whether this leaf is evicted after all others. Default: no leaf is.
         """
         walk = _Walk(spare, stays)
         return chain(self._leaving(self._order, walk), self._put_off(walk))
@@ -231,7 +231,7 @@ class Forest:
     def may_leave(self, keys: Sequence[bytes]) -> bool:
         """Whether these chunks of the pool may be evicted in this order.
 
-        Each chunk must be without a holder, and must come after all chunks that continue it.
+        No chunk may have a holder. All chunks that continue a chunk must come before it in `keys`.
         """
         num_left: dict[bytes, int] = {}
         for key in keys:
@@ -248,7 +248,7 @@ class Forest:
         return True
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Remove chunks that the pool has evicted from the front of the queue.
+        """Remove evicted chunks. Usually they are at the front of the queue.
 
         The place of a removed chunk goes to the chunk before it in the prompt. A removed node that is held or has a
         child stays as a ghost.
@@ -270,7 +270,7 @@ class Forest:
             order.move_to_end(key, last=False)
 
     def forget(self, key: bytes) -> None:
-        """Remove a chunk that the pool has lost, anywhere in the queue. The chunk before it gets its place."""
+        """Remove a chunk that the pool has lost, anywhere in the queue. The preceding chunk gets its place."""
         if key in self._num_holders or key not in self._parent_of:
             return
         has_place = key in self._order

@@ -1,9 +1,10 @@
 """Everything that is still to be delivered: copies to the workers, and ends to vLLM (see `copies.py`).
 
 vLLM gets one end for each asynchronous load, and one for each ended request whose blocks it kept. vLLM identifies ends
-by request id only and fails an assertion on a second one, so no other module decides about ends. Where possible, ends
-follow from observations: this projection counts the ranks that reported, so vLLM's waits end even after kvledger has
-stopped deciding. `Owed` folds first and reads no other projection. `jobs.py` says what a copy means for the cache.
+by request id only and fails an assertion on a second end, so no other module decides about ends. Where possible, this
+projection computes ends from observations alone: it counts the ranks that reported. vLLM therefore gets its ends even
+after kvledger has stopped deciding. `Owed` folds first and reads no other projection. `jobs.py` says what a copy means
+for the cache.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class Owed(Projection):
         return self.state.present.get(request_id, e.NO_LIFE)
 
     def is_named(self, request_id: str) -> bool:
-        """Whether vLLM is still to get an end of the request."""
+        """Whether vLLM keeps blocks of an ended life of the request, or still lacks the end of a load that is over."""
         known = (LoadEnd.ARRIVED, LoadEnd.FAILED, LoadEnd.WITH_WORKERS)
         return any(
             its.request_id == request_id and (its.load in known or its.blocks is not BlocksEnd.NONE)

@@ -308,7 +308,7 @@ class Pool(Projection):
         return [chunk for chunk, key in enumerate(keys, first_chunk) if key not in committed and key not in saving]
 
     def num_committed(self, keys: Sequence[bytes], start: int = 0) -> int:
-        """Return how many of the first keys are committed without a gap. The first `start` keys must be committed."""
+        """Return the number of keys before the first uncommitted one. The first `start` keys must be committed."""
         committed, end = self.state.committed, len(keys)
         while start < end and keys[start] in committed:
             start += 1
@@ -355,7 +355,7 @@ class Pool(Projection):
     # --- holders -------------------------------------------------------------------------------
 
     def _hold(self, holds: dict[int, bytes], holder: int, keys: Sequence[bytes], end_chunk: int) -> None:
-        """Let the holder hold the first `end_chunk` chunks, and no longer what it held before."""
+        """Let the holder hold the first `end_chunk` chunks, instead of the chunks that it held before."""
         earlier = holds.pop(holder, None)
         key = self.forest.hold(keys, end_chunk)
         if key is not None:

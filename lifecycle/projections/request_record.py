@@ -53,7 +53,8 @@ class RequestRecord(msgspec.Struct):
 
     # --- counts --------------------------------------------------------------------------------
     generation: Count = 0
-    """Number of times that the request lost what it had computed."""
+    """Number of times that the request was preempted, rolled back to 0 tokens, or continued with a session's next
+    turn."""
     num_preemptions: Count = 0
     num_failed_loads: Count = 0
     num_tokens_before_preemption: NumTokens = 0
@@ -66,15 +67,14 @@ class RequestRecord(msgspec.Struct):
     """Block table that the request lost since the last step; None if it lost none. The blocks keep their contents
     until the next step's forward pass."""
     window_freed_at: NumTokens | None = None
-    """Set by `window.left`: before that event, vLLM had freed only pages that no window saw at this number of settled
-    tokens.
+    """Number of settled tokens in the last `window.left`; None if there was no such event since the last step.
 
-    None if there was no such event since the last step. Pages that a window has left after this number of tokens are
-    intact until the next step's forward pass.
+    Before that event, vLLM had freed only pages that no window saw at this number of settled tokens. All other pages
+    are intact until the next step's forward pass.
     """
     window_freed_before_step: NumTokens | None = None
-    """Value of `window_freed_at` before the last step. Pages that a window left after that number of tokens are intact
-    until that step's forward pass."""
+    """Value of `window_freed_at` before the last step. Pages that a window saw at that number of settled tokens are
+    intact until the last step's forward pass."""
 
     # --- lookups -------------------------------------------------------------------------------
     answer: e.LookupAnswered | None = None
@@ -91,14 +91,14 @@ class RequestRecord(msgspec.Struct):
     deferred_for: JobId = 0
     """Id of the copy for which the last lookup was deferred; 0 if it was answered."""
     wanted_boundary: Int64 = 0
-    """Number of tokens at which a load could have ended if the pages that windows see there had been stored; 0: none.
-    Saves include these pages."""
+    """Boundary up to which a load could have gone if the pages that windows see at this boundary had been stored; 0:
+    none. Saves include these pages."""
 
     # --- chunks --------------------------------------------------------------------------------
     keys: list[bytes] = []
     """One key per chunk whose tokens are known, from chunk 0 on. A key hashes its chunk and all chunks before it."""
     num_chunks_handled: NumTokens = 0
-    """Chunks from chunk 0 on that need no save in this generation: each is saved, was found saved, or was declined."""
+    """Number of chunks, from chunk 0 on, that need no save in this generation: saved, found saved, or declined."""
     tail: Tail | None = None
     """Set after a preemption, until the request computes again or the tokens of the tail are in doubt; else None."""
     num_local_tokens: NumTokens | None = None

@@ -164,7 +164,7 @@ class RequestTracker(Projection):
     # --- moves ---------------------------------------------------------------------------------
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """Event class → fold: the marked methods. For other events that change states: a fold that does only that."""
+        """Event class → fold: a marked method, or a fold that changes only states, for other events that do so."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
         for event_class in self._tables.request_events:
             if any(map(self._moves, triggers_of(event_class))):

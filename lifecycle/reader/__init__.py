@@ -1,4 +1,4 @@
-"""The state that follows from a log, computed without the code that decides.
+"""Computes the state from a log, without the code that decides.
 
 An error in the code that decides can therefore not hide itself. The reader folds observations and recorded decisions,
 and uses no code of `projections/` or `decisions/`. `layout.py` computes which pages hold which tokens. The reader and

@@ -23,7 +23,7 @@ class StoredPrefix(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Chains:
-    """The lists of one state. They are numbered when the state is captured, and found by number when it is restored."""
+    """The key lists of one state. They are numbered at the capture, and found by number when the state is restored."""
 
     def __init__(self, chains: list[list[bytes]] | None = None) -> None:
         self.chains: list[list[bytes]] = [] if chains is None else chains
@@ -41,7 +41,7 @@ class Chains:
         return number
 
     def stored(self, prefix: Prefix) -> StoredPrefix:
-        """Return the prefix as it is stored."""
+        """Return the prefix in its stored form, which has the number of its key list."""
         if prefix.ordinal == NEVER:
             return StoredPrefix(NEVER, NEVER, 0)
         return StoredPrefix(prefix.ordinal, self.number_of(prefix.keys), prefix.num_chunks)

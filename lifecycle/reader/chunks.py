@@ -35,7 +35,7 @@ class StoredChunks(msgspec.Struct, forbid_unknown_fields=True):
 class Chunks:
     """Committed chunks and their slots.
 
-    A chunk is committed from the end of its save until it is evicted or tainted, or until a reset.
+    A chunk becomes committed when its save completes. It stays committed until it is evicted, tainted or reset.
     Fold this after the copies, because they have the job that an event settles. Committed chunks and copies in flight
     hold their slots.
     """

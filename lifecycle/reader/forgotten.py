@@ -20,7 +20,7 @@ class Forgotten:
         self._entries: dict[type[e.Event], list[dict[str, Any]]] = {event_class: [] for event_class in _TURNS}
 
     def at(self, event_classes: Iterable[type[e.Event]], *entries: dict[str, Any]) -> None:
-        """Remove the request from these dicts at events of these classes. The caller must keep these dict objects."""
+        """Remove the request from these dicts at events of these classes. The caller must not replace the dicts."""
         for event_class in event_classes:
             self._entries[event_class] += entries
 

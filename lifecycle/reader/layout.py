@@ -96,7 +96,7 @@ class Layout:
         return range(first_chunk, min(chunks.stop, max(num_known, first_chunk) + 1))
 
     def chunks_replaced_by(self, chunks: Iterable[int], num_known: int) -> list[int]:
-        """Return the earlier chunks that share a block with one of these chunks, so that a save copies them, too.
+        """Return the earlier chunks in the blocks of these chunks. A save of these chunks copies the earlier ones, too.
 
         The result is in ascending order. It leaves out chunks from `num_known` on, whose keys are not known.
         """

@@ -89,9 +89,9 @@ class Lives:
         return sum(life.state is not RequestState.FINISHED for life in self)
 
     def path_before_observation(self, life: Life) -> str:
-        """Return the life's path before the last observation.
+        """Return the life's state and sub-state (`Life.path`) before the last observation.
 
-        Empty if the life began with that observation, or if the path was unknown.
+        Empty if the life began with that observation, or if the state was unknown.
         """
         return life.path_before if life.moved_at == self._moment.cause else life.path
 
@@ -433,7 +433,7 @@ class Lives:
         life.is_state_known = True
 
     def _row(self, life: Life, num_computed_tokens: int) -> None:
-        """Store the life's row of this step. Add it to `moved_rows` if it has more computed tokens than counted."""
+        """Store the life's row of this step. Add it to `moved_rows` if it has more tokens than the reader counted."""
         counted = self.num_computed_tokens(life) - (life.decoding_since != NEVER)
         if num_computed_tokens > counted:
             self._moment.moved_rows.append((life, counted, num_computed_tokens))

@@ -51,7 +51,7 @@ class StoredModel(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Model:
-    """All state that follows from the events so far. The model folds an event before visitors are called with it."""
+    """All state that the reader computes from the events so far. The model folds an event before visitors get it."""
 
     def __init__(self, tables: machine.Tables, configuration: LedgerConfiguration) -> None:
         self.configuration = configuration

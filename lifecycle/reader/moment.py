@@ -34,7 +34,7 @@ class Moment:
     time_ns: int = 0
     """Time of the event, or of the last event that has a time."""
     cause: int = 0
-    """Sequence number of the last observation, which is the cause of any decision now; 0 before the first."""
+    """Sequence number of the last observation, which is the cause of any decision now; 0 before any observation."""
     life: Life | None = None
     """The present life of the event's request, even if it begins or ends with this event."""
     earlier: Life | None = None
@@ -43,9 +43,9 @@ class Moment:
     """State of the request before the event; None if no request had the id."""
     blocks_before: BlocksRegion | None = None
     was_stale: bool = False
-    """At a preemption or an end: whether the request's KV was from before a reset."""
+    """When a request is preempted or ends: whether its KV was from before a reset."""
     num_steps_decoded: int = 0
-    """At a preemption or an end: number of steps in a row in which the request decoded one token."""
+    """When a request is preempted or ends: number of steps in a row in which it decoded one token."""
     num_computed_tokens: int = 0
     """Number of tokens that were computed or in flight for the event's request before the event."""
     path_before: str = ""
@@ -58,7 +58,7 @@ class Moment:
     refused_rows: list[tuple[Life, RequestState, BlocksRegion]] = attrs.field(factory=list)
     """At a step: (life, phase, blocks) of each life that the step schedules although phase and blocks refuse that."""
     moved_rows: list[tuple[Life, int, int]] = attrs.field(factory=list)
-    """At a step: (life, tokens counted before the step, computed tokens in its row) of lives whose row has more."""
+    """At a step: (life, tokens that the reader counted, computed tokens in the step's row) if the row has more."""
     unknown_rows: list[int] = attrs.field(factory=list)
     """At a step: ordinals of scheduled or paused lives that do not exist, and of paused lives that are not steady."""
 
@@ -72,5 +72,5 @@ class StoredMoment(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def num_intact_tokens(event: RequestPreempted | RequestFinished) -> int:
-    """Return how many settled tokens a copy before the next forward can still read. Uses no code of `projections/`."""
+    """Return how many settled tokens a copy before the next forward pass can read. Uses no code of `projections/`."""
     return 0 if event.blocks_zeroed else event.num_settled_tokens

@@ -215,13 +215,13 @@ class Copy(msgspec.Struct, gc=False):
     """Whether the copy leaves out pages because of windows."""
     is_asked_after: bool = False
     is_fenced: bool = False
-    """Whether a step waits for the copy because its blocks were taken."""
+    """Whether a step waits for the copy because the request lost the blocks of the copy."""
     lost_at: ranges.Sequence = 0
-    """Sequence number of the preemption or end that took the blocks of the copy."""
+    """Sequence number of the event (preemption or end of the request) that took the blocks of the copy."""
     ranks_done: frozenset[int] = frozenset()
     ranks_failed: frozenset[int] = frozenset()
     is_before_forward: bool = False
-    """Whether the copy is a save that must end before its step computes anything."""
+    """Whether the copy is a save that must be over before its step computes anything."""
     num_tokens: SumOfTokens = 0
     """Number of tokens of a load or of a tail; 0 for a save of chunks."""
     delivered_at: ranges.Sequence = 0

@@ -10,7 +10,7 @@ from kvledger.lifecycle.reader.records import Life
 
 
 class SubStates:
-    """Moves `Life.sub_state`. Call `move` before the state of the life moves."""
+    """Updates `Life.sub_state`. Call `move` before the phase of the life changes."""
 
     def __init__(self, tables: Tables) -> None:
         self._moves = tables.sub_states

@@ -27,7 +27,7 @@ class StoredTables(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Tables:
-    """Ordinal → block ids, 4 bytes each. Fold this before the lives, because they forget a life that is over."""
+    """Ordinal → block ids, 4 bytes each. Fold this before `Lives`, which forgets a life that is over."""
 
     def __init__(self, lives: Lives, layout: Layout, moment: Moment) -> None:
         self._moment = moment
@@ -52,7 +52,7 @@ class Tables:
         return () if life is None else self.of(life.ordinal)
 
     def lost_by(self, life: Life | None) -> Sequence[int]:
-        """Return the blocks that the life lost since the last step. They keep their contents until the next forward."""
+        """Return the blocks that the life lost since the last step. They are intact until the next forward pass."""
         return () if life is None else self._lost.get(life.ordinal, ())
 
     def num_held(self, *, with_lost_by: Life | None = None) -> int:
@@ -65,10 +65,10 @@ class Tables:
         return len(self._num_holders) + len(lost.difference(self._num_holders))
 
     def other_holders(self, ordinal: int, block_ids: Sequence[int]) -> Iterator[tuple[Life, int]]:
-        """Yield each other life that holds one of these blocks, with the lowest of these blocks that it holds.
+        """Yield (life, lowest of these block ids that it holds) for each other life that holds one of them.
 
-        Quarantined lives are left out, because the log may not follow them. Lives whose load has failed are left out,
-        because vLLM may free their blocks before the next lookup.
+        Quarantined lives are left out, because their blocks in the log may be wrong. Lives whose load has failed are
+        left out, because vLLM may free their blocks before the next lookup.
         """
         own = set(self._counted(self.of(ordinal)))
         suspects = {block for block in block_ids if self._num_holders.get(block, 0) > (block in own)}

@@ -30,7 +30,7 @@ class StoredTails(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Tails:
-    """Ordinal → the life's tail, at most one. Fold this before the lives, because they forget a life that is over.
+    """Ordinal → the life's tail, at most one. Fold this before `Lives`, which forgets a life that is over.
 
     A saved tail holds its slots.
     """

@@ -1,4 +1,4 @@
-"""Reading a log: a visitor is called with the events that it names, and queries the model for everything else."""
+"""Reading a log: a visitor is called with the events that it names, and queries a `Model` for everything else."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class Reader:
         return digest(core_fingerprint, attrs.asdict(self.model.configuration), layout_of(StoredModel))
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """Forget the state that is unknown because these events are missing, or because the log begins late."""
+        """Forget the state that these events may have changed: they are missing in a gap, or before the first event."""
         self.model.lost()
         self._ends_anywhere = True
         self._visits = self._make_visits()

@@ -144,7 +144,7 @@ class ExtensionContract(abc.ABC):
             assert found[rule], f"{rule} finds nothing in its bad log; the audit found {dict(found)}"
 
     def test_settings_that_it_does_not_have_are_refused(self) -> None:
-        """The error names the extension and the setting. Values of another type than the default are refused too."""
+        """The error names extension and setting. A value of another type than the setting's default is refused too."""
         core, extension = self._core(), self.make_extension()
         core.check_settings({extension.name: self.settings})
         core.check_settings({extension.name: extension.settings})

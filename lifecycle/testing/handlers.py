@@ -10,7 +10,7 @@ Verified, in every state and for every observation:
 - It makes the same decisions whatever it was called with before.
 - Its decisions can be read back from a log.
 
-Not verified: whether the decisions are good. To find that out, audit logs that the handler has decided.
+Not verified: whether the decisions are good. To find that out, audit logs with decisions of the handler.
 """
 
 from __future__ import annotations

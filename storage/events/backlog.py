@@ -55,7 +55,7 @@ class BacklogEventStore:
     `on_trouble(error, num_events_backlogged)` is called after each failed attempt to write. It is also called, with a
     `TimeoutError`, if an append waited `max_wait_ms` without success. After errors,
     `on_written_again(num_events_written, num_events_lost)` is called as soon as no frame is waiting. Both numbers count
-    from the first error. Neither function may raise. With `writes_alone`, another thread may call the functions.
+    from the first error. Neither function may raise. With `writes_alone`, the store's own thread may call them.
     """
 
     def __init__(

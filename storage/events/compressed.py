@@ -10,8 +10,8 @@ offset bytes field
 0      4     marker ``C1 4B 56 5A``, compared exactly; a reader searches for it after damaged bytes
 4      4     CRC-32C of the next 20 bytes
 8      8     offset of the block's first byte in the segment
-16     4     bytes that the block expands to
-20     4     bytes of the zlib stream
+16     4     number of bytes that the block expands to
+20     4     number of bytes of the zlib stream
 24     4     CRC-32C of the zlib stream
 28     ...   zlib stream; no bytes in the empty block
 ====== ===== ======================================================================================
@@ -74,7 +74,7 @@ class _Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class SegmentBlocks:
-    """The blocks of one file. One block at a time is expanded. `num_bytes` is the file's uncompressed size."""
+    """The blocks of one segment file. Only one expanded block is kept. `num_bytes` is the file's uncompressed size."""
 
     def __init__(self, descriptor: int, first_at: int, num_stored: int) -> None:
         """Read all block headers of a file of `num_stored` bytes. The first header is at byte `first_at`."""
@@ -90,7 +90,10 @@ class SegmentBlocks:
         """The uncompressed bytes of `_piece`, or why they cannot be read."""
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return up to `num_bytes` bytes from `offset` on, until the block ends. Empty if the block is damaged."""
+        """Return up to `num_bytes` bytes from `offset` on, at most to the end of the block that covers `offset`.
+
+        Empty if this block is damaged.
+        """
         if offset < self._header_end:
             return os.pread(self._descriptor, min(num_bytes, self._header_end - offset), offset)
         self._seek(offset)
@@ -98,7 +101,10 @@ class SegmentBlocks:
         return self._expanded[start : start + num_bytes] if isinstance(self._expanded, bytes) else b""
 
     def trouble_at(self, offset: int) -> str:
-        """Return why no intact block covers `offset`. Empty if a block covers it, or if it is after the last block."""
+        """Return why no intact block covers `offset`.
+
+        Empty if `offset` is in an intact block, in the header block, or after the last block.
+        """
         if not self._header_end <= offset < self.num_bytes:
             return ""
         self._seek(offset)
@@ -236,7 +242,7 @@ def _compressed(segment: Path) -> Iterator[bytes]:
 
 
 def _end_of_frames(data: bytes) -> int:
-    """Return the offset in `data` at which the intact frames at its start end."""
+    """Return the number of bytes of the intact frames with which `data` begins."""
     end = 0
     while isinstance(frame := parse_frame(data, end), Frame):
         end += frame_bytes(frame)
@@ -271,7 +277,10 @@ def _markers(descriptor: int, at: int) -> Iterator[int]:
 
 
 def _decode_block(descriptor: int, at: int) -> _Piece | str:
-    """Return the block at byte `at` of the file, or the end of a sentence that says why there is none."""
+    """Return the block at byte `at` of the file, or why no intact block begins there.
+
+    The reason completes a sentence that begins with "at byte {at} of the file".
+    """
     data = os.pread(descriptor, _HEADER.size, at)
     if len(data) < _HEADER.size:
         return f"there are {len(data)} bytes, too few for a block header"

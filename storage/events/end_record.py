@@ -46,8 +46,8 @@ class RecordedEnd:
     reason: str = ""
     """Why these events could not be written."""
     expected_sequence: int | None = None
-    """Sequence number after the last event by the writer's own count, recorded when the log is closed. None: not
-    recorded."""
+    """Sequence number after the caller's last event, given to `EventStore.close`. Events that never reached the store
+    are included. None: not recorded."""
 
     @property
     def end_sequence(self) -> int:
@@ -56,7 +56,7 @@ class RecordedEnd:
 
 
 class EndRecord:
-    """The end record of a log that is being written. It stays open until `close`."""
+    """The end record of a log that is being written. The record's file stays open until `close`."""
 
     def __init__(self, directory: Path, recorded: RecordedEnd, *, durable: bool) -> None:
         """Write the record of the log in `directory`. Raises `OSError`."""

@@ -38,7 +38,7 @@ _BEHIND_EVERYTHING = 1 << 62
 
 
 class HowEnded(enum.StrEnum):
-    """How the writing process left the log."""
+    """How a log ended, or that it is still being written."""
 
     CLOSED = "closed"
     CUT_OFF = "cut_off"

@@ -1,11 +1,11 @@
-"""Open the files of a log, and change files and directories outside the hot path.
+"""Open the files of a log, and change files and directories. `segments` appends the frames itself.
 
 A log directory may come from an untrusted source, or other users may be able to write into it. The functions of this
 module therefore open only regular files in a log directory, and refuse links, pipes and devices. They check the path
 before they open the file, and the descriptor afterwards, because the path may be replaced in between. The user chooses
 the path of the directory, so that path may lead through links.
 
-Every change is one call of `os`, so that a test can stop the process between any two changes.
+Every change is one call of a function of `os`, so that a test can stop the process between any two changes.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def next_chain_hash(previous_hash: bytes, frame: Frame) -> bytes:
 def follows(frame: Frame, sequence: int | None, chain_hash: bytes | None) -> bool:
     """Whether `frame` begins with event `sequence` and its chain hash continues `chain_hash` (16 bytes).
 
-    None for one of them: not checked.
+    If `sequence` or `chain_hash` is None, it is not checked.
     """
     if sequence is not None and frame.first_sequence != sequence:
         return False

@@ -1,4 +1,4 @@
-"""Grouped `fdatasync` in a thread, so that the writer never waits for a disk."""
+"""Grouped `fdatasync` in a thread, so that most appends do not wait for a disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GroupSync:
             self._written.set()
 
     def check(self) -> None:
-        """Raise the `OSError` of a sync that failed since the last check."""
+        """Raise the `OSError` of a sync in the thread that failed since the previous check."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

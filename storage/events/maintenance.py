@@ -89,7 +89,7 @@ class Maintenance:
         """Start a pass of both threads. `in_use` is the log's last segment, which may grow to `segment_bytes`.
 
         Retention frees `segment_bytes` in advance. Another segment may fill before retention has finished, so the logs
-        exceed the size limit by at most one segment. If a retention pass is running, this call waits for its end.
+        exceed the size limit by at most one segment. If a retention pass is running, this call first waits for it.
         """
         self._in_use, self._segment_bytes = in_use, segment_bytes
         with self._lock:

@@ -76,8 +76,8 @@ class LogReader:
     _log_id: str | None = attrs.field(default=None, init=False)
     """The log id that most headers have. If several ids are equally frequent, the one in the earliest segment."""
     _headers: dict[Path, SegmentHeader | str] = attrs.field(factory=dict, init=False)
-    """Segment → its header, or why the header cannot be read. The header may become readable while the log is
-    written."""
+    """Segment → its header, or why the header cannot be read. Unreadable headers are read again, because the writer
+    may complete them."""
     _segments: list[Path] = attrs.field(factory=list, init=False)
     _successor: Path | None = attrs.field(default=None, init=False)
     """The segment after the current one. It is looked up before the end of the current segment is read, so that no
@@ -150,7 +150,7 @@ class LogReader:
         return header if isinstance(header, SegmentHeader) else None
 
     def _begins(self, segment: Path) -> int | None:
-        """Return a segment's first sequence number, from its header or else its name; None if neither states it."""
+        """Return a segment's first sequence number from its header, or else from its name. None: neither states it."""
         header = self._header_of(segment)
         return first_sequence_of(segment) if header is None else header.first_sequence
 
@@ -175,7 +175,7 @@ class LogReader:
                 self._report("misplaced_segment", segment, 0, why, num_bytes_of(segment), self._begins(segment))
 
     def _behind(self, segment: Path) -> Path | None:
-        """Return the segment after `segment`. If none is known, list the directory again. None: there is none."""
+        """Return the segment after `segment`; None: there is none. If it is not known yet, list the directory again."""
         for is_listed_anew in (False, True):
             if is_listed_anew:
                 self._list_segments()

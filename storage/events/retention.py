@@ -221,7 +221,7 @@ def retire_logs(
     """Retire the oldest segments of all logs in `log_dir` until the logs together are within both limits.
 
     A closed log is deleted completely with its last segment. The record of this retirement is in `log_dir`. `in_use` is
-    the log that the caller writes, and keeps its last segment. Logs that other processes write keep all segments, but
+    the log that the caller writes. Its last segment is kept. Logs that other processes write keep all segments, but
     count towards the limits.
 
     Logs with a damaged header are skipped. Logs that cannot be read or deleted are reported to `on_trouble` and
@@ -229,7 +229,7 @@ def retire_logs(
     that would be retired.
 
     Raises:
-        LogDamaged: every log that could be retired was skipped. The log that was skipped last has a damaged header.
+        LogDamaged: all logs that no other process writes were skipped, the final one because of a damaged header.
         OSError: `log_dir` itself cannot be read.
     """
     judge = _over_limits(max_bytes, max_age_seconds, wait)

@@ -2,8 +2,8 @@
 
 An entry is on disk before its segment is deleted. Readers can therefore distinguish retired segments from segments that
 were deleted by hand. The record begins with a reserved line of spaces. On a full disk, the next entry overwrites the
-reserved line in place. The next entry that can be appended reserves a new line. Readers skip a line that a crash left
-incomplete.
+reserved line in place. When entries can be appended again, a new line is reserved. Readers skip a line that a crash
+left incomplete.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class SegmentBytes:
         return "" if self._blocks is None else self._blocks.trouble_at(offset)
 
     def has_changed(self, offset: int) -> bool:
-        """Check the file again. Return whether it changed after `offset`. A compressed file never changes."""
+        """Check whether the file's size or its bytes at `offset` have changed. A compressed file never changes."""
         if self._blocks is not None:
             return False
         before = (self.num_bytes, self.read(offset, _WINDOW_BYTES))

@@ -13,9 +13,9 @@ offset bytes field
 18     ...   body: a msgpack map of `log_id`, `first_sequence`, `previous_head_hash`, `header`, `segment_number`
 ====== ===== ======================================================================================
 
-The first 18 bytes have the same fields in every format version, so an old reader can report which version it needs. The
-chain of hashes in a segment starts with the BLAKE2b-128 of one copy. Because each copy contains the last hash of the
-segment before, the chain covers the whole log.
+The first 18 bytes have the same fields in every format version, so an old kvledger can report a newer format version.
+The chain of hashes in a segment starts with the BLAKE2b-128 of one copy. Because each copy contains the last hash of
+the segment before, the chain covers the whole log.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `append` is the hot path. It makes one `write(2)` per frame in the caller's thread, so a killed process loses no event
 that was appended. After a failed write, the file is cut back to its last complete frame. Each engine start begins a new
-log, so no frame is ever appended to a log that a crash left incomplete. `segment_file` and `frames` describe the bytes,
-`reader` the damage.
+log, so no frame is ever appended to a log that a crash left incomplete. `segment_file` and `frames` describe the bytes.
+`reader` finds damage.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class SegmentEventStore:
     ) -> None:
         """Write the end record. Failures are ignored, because readers do not need the record.
 
-        If `num_unwritten` is None, the recorded number is kept, less the events written since the last record.
+        If `num_unwritten` is None, the end record's number is kept, minus the events that were written since then.
         """
         _, next_sequence, _, head_hash = self._end
         recorded = self._record.recorded

@@ -5,7 +5,7 @@ with the segment. A whole log can be read without snapshots. A snapshot is used 
 
 - Its CRC matches.
 - The segment's header names the same log, event and hash.
-- Its `fingerprint` is the same as the reader's.
+- Its `fingerprint` is the one that the caller expects.
 
 The file has the magic ``KVLEDGERSNAP``, the CRC-32C of the rest (4 bytes, little-endian) and a msgpack map. This module
 must not know what the state is.

@@ -45,7 +45,7 @@ _Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @attrs.frozen
 class PendingCudaCopy:
-    """A copy. When it is enqueued, CUDA events are recorded directly before and after it, but not for an empty copy."""
+    """A copy. CUDA events are enqueued directly before and after it. An empty copy has no CUDA events."""
 
     _given: Future[_Events | None]
     _device: torch.device

@@ -38,7 +38,7 @@ class PageDigests:
         self._weights_of_blocks = self._weights.to(layout.device)
 
     def of_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return one int64 per block, on the blocks' device. Runs after earlier work on the current stream."""
+        """Return one int64 per block, on the blocks' device. Earlier work on the current stream runs first."""
         return _digested(self._rows, block_ids, self._weights_of_blocks)
 
     def of_slots(self, slots: Sequence[int]) -> torch.Tensor:

@@ -63,10 +63,10 @@ class CopyEngine(Protocol):
     """
 
     def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> PendingCopy:
-        """Start to copy blocks into host slots. The copy runs after all work that was given to the device before."""
+        """Start to copy blocks into host slots. The copy runs after all work that the device got before this call."""
 
     def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> PendingCopy:
-        """Start to copy host slots into blocks. The copy runs after all work that was given to the device before."""
+        """Start to copy host slots into blocks. The copy runs after all work that the device got before this call."""
 
     def close(self) -> None:
         """Wait for pending copies, then release the references to the tensors and the pool.

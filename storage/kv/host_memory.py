@@ -69,7 +69,7 @@ def available_memory(root: Path | None = None) -> HostMemory | None:
 def most_memory(root: Path | None = None) -> int | None:
     """Return how many bytes this process could have if no other process used memory. None: no limit can be read.
 
-    Unlike the available memory, this number does not change with time, and all processes of an engine get the same.
+    Unlike the available memory, this number does not change with time, and is equal in all processes of an engine.
     """
     root = ROOT if root is None else root
     num_kib = _fields(root / "proc/meminfo").get("MemTotal:")

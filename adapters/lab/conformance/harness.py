@@ -47,7 +47,7 @@ class RunOver(Exception):
 
 
 class Harness:
-    """Drives one engine. With `asks_twice`, each lookup is made twice in a row, as vLLM does when blocks are short."""
+    """Drives one engine. With `asks_twice`, each lookup is made twice, as vLLM does if too few blocks are free."""
 
     def __init__(
         self, subject: Subject, log_dir: Path, clock: SimulatedClock, *, asks_twice: bool, **settings: Any
@@ -89,7 +89,7 @@ class Harness:
             self.engine.abort(request_id)
 
     def step(self, count: int = 1) -> None:
-        """Run engine steps, empty or not."""
+        """Run `count` engine steps, even if they schedule nothing."""
         for _ in range(count):
             self._clock.pass_ms(STEP_MS)
             with self.watched():
@@ -289,7 +289,7 @@ def _located(error: BaseException) -> str:
 
 
 def _is_of_connector(error: BaseException) -> bool:
-    """Whether a hook of a connector raised the error. The recorder around the connector does not count as one."""
+    """Whether a hook of the connector raised the error. False if the recorder around the connector raised it."""
     frame = error.__traceback__
     while frame is not None:
         caller = frame.tb_frame.f_locals.get("self")

@@ -77,7 +77,7 @@ class Finding:
 
 
 def runs(seeds: range) -> Iterator[Run]:
-    """Yield every scenario twice, then the worlds. Every second run repeats each lookup."""
+    """Yield every scenario twice, then the worlds. In every second run, each lookup is made twice."""
     for name, scenario in SCENARIOS.items():
         for asks_twice in (False, True):
             yield Run(name + _TWICE * asks_twice, name, scenario.play, scenario.settings, asks_twice)

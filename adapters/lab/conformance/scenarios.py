@@ -22,7 +22,7 @@ def tokens(number: int, count: int) -> list[int]:
 
 
 def _stored(harness: Harness, number: int = 1, num_tokens: int = 5 * _BLOCK) -> list[int]:
-    """Compute a prompt and reset vLLM's cache, so that only the connector still has its KV. Return the prompt."""
+    """Compute a prompt and reset vLLM's cache, so that only the connector still has the KV. Return the prompt."""
     prompt = tokens(number, num_tokens)
     harness.add(f"first{number}", prompt, 3)
     harness.settle()
@@ -96,7 +96,7 @@ def preempted(harness: Harness) -> None:
 
 
 def aborted_unscheduled(harness: Harness) -> None:
-    """A request is aborted before it is scheduled; another one with the same stored prompt stays."""
+    """A request is aborted before it is scheduled. Another request with the same stored prompt is not aborted."""
     prompt = _stored(harness)
     harness.add("gone", prompt, 5)
     harness.abort("gone")
@@ -183,7 +183,10 @@ def reset_at_once(harness: Harness) -> None:
 
 
 def reset_running(harness: Harness) -> None:
-    """Resets of both caches that preempt all running requests: two in a row, and one some steps later."""
+    """Resets of vLLM's and the connector's cache that preempt all running requests.
+
+    Two resets come in a row, and one some steps later.
+    """
     prompt = _stored(harness)
     harness.add("a", [*prompt, *tokens(2, 10)], 30)
     harness.add("b", tokens(3, 50), 30)

@@ -20,7 +20,7 @@ TINY: dict[str, Any] = {
 
 
 def make_model(directory: Path, seed: int = 0, **sizes: int) -> bool:
-    """Write a model's weights and configuration to `directory`, if it has no model. `sizes`: settings of `LlamaConfig`.
+    """Write a model to `directory`, unless a model is there already. `sizes` are settings of `LlamaConfig`.
 
     The weights are larger than transformers' default weights. With the default, the output hardly depends on earlier
     tokens, so wrong KV would not change it.

@@ -31,9 +31,9 @@ def connector(log_dir: Path, **extra_config: Any) -> dict[str, Any]:
 class Workload:
     """Requests, and a pool of KV blocks that is too small for all of them. Sizes are in tokens and blocks.
 
-    By default, four of six requests fit into the pool when they begin to decode, and three when they end, so vLLM
-    preempts the newest request. Prefix caching is off, so vLLM keeps nothing of a preempted request. All recovered
-    tokens come from the host pool.
+    By default, at most three of the six requests fit into the pool when they begin to decode, and at most two at their
+    full length. vLLM therefore preempts the newest request. Prefix caching is off, so vLLM keeps nothing of a preempted
+    request. All recovered tokens come from the host pool.
     """
 
     seed: int = 0

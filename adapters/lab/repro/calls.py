@@ -1,8 +1,8 @@
 """Groups observations into the hook calls that recorded them.
 
-A call first records the changes that it notices (keys, preemptions, rollbacks), then its main event. The table in
-`docs/hooks.md` leads from a hook to its events; this module leads from the events to the hook. It depends on events
-only.
+A call first records the changes that it notices (chunk keys, preemptions, rollbacks), then its main event. The table in
+`docs/hooks.md` leads from a hook to its events; this module leads from the events to the hook. This module depends
+on events only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HookCall:
     sequence: int
     """Sequence number of `main`."""
     request_id: str
-    """Id of the request that the call is about; empty if it is about a step."""
+    """Id of the request that the call is about; empty if the call is about no single request."""
     main: e.Event
     observed: tuple[SequencedEvent, ...]
     """All observations of the call, in order. They include `main`, and a `HookFailed` if the hook failed."""
@@ -130,7 +130,7 @@ class _Grouping:
             self._at += 1
 
     def _delivered(self, sequence: int, event: e.EffectsDelivered) -> None:
-        """Add a delivery to the previous call, if its hook delivers to this receiver and the call has no delivery.
+        """Add a delivery to the previous call, if the call has no delivery and its hook delivers to the same receiver.
 
         The receiver is vLLM or the workers.
         """
@@ -210,7 +210,7 @@ class _Grouping:
             self._leave_over(sequence, event)
 
     def _belongs_to_last_call(self, hook: str, event: e.HookFailed) -> bool:
-        """Whether the hook failed after it had recorded its main event, so that the last call is the failed one."""
+        """Whether the newest call in `calls` is the one that failed, after it had recorded its main event."""
         if not self.calls or self._noticed or not self._at:
             return False
         last, before = self.calls[-1], self._entries[self._at - 1]

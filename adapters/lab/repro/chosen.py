@@ -1,6 +1,6 @@
-"""The connector and the options for running a recorder's log again, as the user of the log chooses them.
+"""The user's choice of the connector and the options with which a recorder's log is run again.
 
-A log may come from a stranger. The module and class that it names are code on the reader's machine, and an option can
+A log may come from a stranger. The module and class that it names are code on the user's machine, and an option can
 be a path, an address or the name of more code. A rerun therefore runs only a connector that the user names or accepts,
 and takes from the log only options that are known to be harmless. This module does not depend on vLLM.
 """

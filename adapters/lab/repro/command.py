@@ -170,7 +170,7 @@ def run(
 
 
 class _Unused(Exception):
-    """Raised to end the writing of a new file, so that it does not replace an existing one."""
+    """Raised while a file is open for writing, so that the file is discarded and no existing file is replaced."""
 
 
 def _refuse_target(path: Path, *, overwrite: bool) -> None:
@@ -278,8 +278,8 @@ def _tried(
 ) -> _Written:
     """Run the test in its own process, as a user will. If a reduced test passes, replace it by the unreduced test.
 
-    The trials of the reduction ran in this process. They share modules and classes, whose state can change decisions.
-    Therefore a test that failed in the trials may pass in its own process.
+    The trials of the reduction ran in one process. They shared its modules and classes, whose state can change
+    decisions. Therefore a test that failed in the trials may pass in its own process.
     """
     runs = _run(written, path)
     written = attrs.evolve(written, runs=runs)

@@ -221,7 +221,7 @@ class ConnectorUnderTest(SchedulerHalf):
         Args:
             reports: reports about copies.
             load_errors: ids of the blocks that loads did not fill.
-            reported: ordinals of the requests whose end the workers report to vLLM.
+            reported: ordinals of the requests that the workers name in `finished_sending` or `finished_recving`.
             steps: the steps whose output the workers send.
         """
         owed = self.connector.scheduler_side.journal.owed.state
@@ -248,8 +248,8 @@ class WrappedUnderTest(SchedulerHalf):
     Args:
         configuration: sizes and choices of the engine, as in the header of the log.
         wrapped: facts about the recorder and its engine, from the log.
-        transfer: the connector's configuration. The connector is imported, so the configuration may have only parts of
-            a log that `chosen.py` lets through.
+        transfer: the connector's configuration. The connector is imported, so from a log the configuration may have
+            only the parts that `chosen.py` allows.
         handlers: your own state handlers, as "module:Class", if the connector is kvledger's.
         speculates: whether the engine decodes speculatively.
 

@@ -1,6 +1,6 @@
 """Runs a recording again on the core alone: gives its observations to a `Ledger`, without vLLM and in milliseconds.
 
-This rerun covers decisions and projections. The rerun of `hooks.py` also covers the adapter.
+This rerun covers decisions and projections. The rerun in `hooks.py` also covers the adapter.
 """
 
 from __future__ import annotations

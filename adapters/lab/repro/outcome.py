@@ -48,7 +48,7 @@ class Trouble:
 
 
 class Watch:
-    """An audit of a log. After an event that cannot be folded, it only collects failures that the log itself names.
+    """An audit of a log. After an event that cannot be folded, it only collects breaches that the log itself records.
 
     If buggy code wrote a log, the same code may be unable to fold the log, or may make other decisions.
     """
@@ -158,7 +158,7 @@ class Rerun:
         """Return in words the breach of `rule` or of a rule in `NEVER_EXCUSED`; empty if there is none.
 
         Breaches of other rules are ignored. If the code now makes other decisions, the rest of the recording does not
-        fit these decisions, and may break such rules.
+        fit these decisions. This mismatch alone can break other rules.
 
         Args:
             rule: the rule that the incident broke.

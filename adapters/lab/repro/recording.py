@@ -75,7 +75,10 @@ class Recording:
 
     @property
     def zeroes_new_blocks(self) -> bool:
-        """Whether the workers zeroed new blocks before the forward pass. Every preemption and end records this."""
+        """Whether the workers zeroed new blocks before the forward pass.
+
+        Each event of a preemption, and each event of a request's end, records this.
+        """
         return any(
             event.blocks_zeroed
             for _, event in self.observations

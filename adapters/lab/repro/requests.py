@@ -72,7 +72,7 @@ class LiveRequests:
                 self._preempt(incarnation, preemption)
 
     def next_turn(self, incarnation: Incarnation, event: e.SessionContinued) -> None:
-        """Begin the next turn of a streaming session. Keep all keys, because they already include this turn's keys."""
+        """Begin the next turn of a streaming session. The chunk keys of this turn are already known."""
         keys = self._keys_of_turn(incarnation) if self._ahead else incarnation.keys[:]
         self._record.continued(incarnation, event, self._chunk_size)
         incarnation.keys = keys

@@ -2,7 +2,7 @@
 
 The recorded scheduler and workers reacted to the recorded decisions, so this module adapts the recording:
 - If a lookup now gets a smaller answer, the scheduler loads fewer tokens.
-- A report about a recorded job goes to the new job that was issued for the same reason.
+- A report about a recorded job becomes a report about the new job that was issued for the same reason.
 - A recorded job that is not issued now is not reported. A job that the recording lacks is reported as done.
 
 This module depends on events and a recording only.

@@ -1,8 +1,8 @@
 """Runs a generated test once, in a process of its own, and returns how the test ended.
 
 In a new process, modules and classes of the user's handlers have no state from earlier trials. The new process imports
-from the same folders as this process. The test's folder is not one of them, because a log and the files around it may
-come from a stranger. This module must not depend on what the test is about.
+from the same folders as the process that starts it. The test's folder is not one of them, because a log and the files
+around it may come from a stranger. This module must not depend on the content of the test.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class Incarnation:
     num_tokens_at_start: int = 0
     """Tokens from vLLM's own cache and from the connector.
 
-    If the request got blocks after its last step, its next step begins after these tokens.
+    If the request got blocks since its latest step, its next step begins at this position. If its whole prompt was
+    loaded, the step begins one token before this position.
     """
     num_missing_tokens: int = 0
     """Tokens that the recorded engine loaded and the rerun does not, because the lookup in the rerun found fewer."""
@@ -233,8 +234,8 @@ def _in_order_of(ordered: list[ScheduledTokens], some: list[ScheduledTokens]) ->
 def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> bool:
     """Whether the engine scheduled steps before the output of the previous step was known.
 
-    In such an engine, a step computes tokens after all known tokens, and a chunk is settled one step after it was
-    filled.
+    In such an engine, a step can compute tokens whose ids are not known yet, and a chunk is settled one step after it
+    was filled.
     """
     record = SchedulerModel(is_async=False)
     for _, event in observations:

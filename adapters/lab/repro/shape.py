@@ -1,7 +1,7 @@
 """Checks that a generated file has its imports, the path of its log, one or two tests, and no other code.
 
 The file quotes texts of a log, which may come from a stranger. `write.py` escapes these texts, and this module checks
-the result with Python's own parser. This module must not depend on what the texts are.
+the result with Python's own parser. This module must not depend on the content of the texts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def _is_test(test: ast.stmt, run: str) -> bool:
 
 
 class _Abstract(ast.NodeTransformer):
-    """Replaces by CALL a rerun of LOG whose other arguments are literals. In other calls, literals become LITERAL."""
+    """Replaces calls and literals in a test by names.
+
+    A rerun of LOG whose other arguments are literals becomes CALL. In other calls, literal arguments become LITERAL.
+    """
 
     def __init__(self, run: str) -> None:
         self._run = run

@@ -66,7 +66,7 @@ class Description:
 def with_numbered_keys(events: Iterable[SequencedEvent]) -> Iterator[SequencedEvent]:
     """Yield the events with numbers in place of chunk keys. Equal keys get equal numbers, in the order of appearance.
 
-    A key is a hash of tokens. A reader of the test who knows the hash's salt could test guesses of a prompt.
+    A key is a hash of tokens. Somebody who has the keys and knows the hash's salt could check guesses of a prompt.
     """
     numbers: dict[bytes, bytes] = {}
 

@@ -41,7 +41,8 @@ class ConnectorSetup:
         """Return the `kv_transfer_config` of a world whose kvledger has this `extra_config`.
 
         By default, kvledger offers every load, because the simulated clock does not show how long computing takes. It
-        saves each chunk when it has settled, because simulated requests are shorter than the usual save interval.
+        saves each chunk when the chunk's tokens are settled, because simulated requests are shorter than the usual save
+        interval.
         """
         extra_config = {"offer": "always", "save_interval_tokens": 0, **extra_config}
         return {**KVLEDGER_TRANSFER, **kv_transfer, "kv_connector_extra_config": extra_config}
@@ -97,9 +98,9 @@ class Offloading(ConnectorSetup):
     """Number of queries after which a copy is done; 0: a copy is done at once."""
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:
-        """Return the connector's configuration, with one memory page for each slot of kvledger.
+        """Return the connector's configuration. Its host memory has one memory page for each slot of kvledger.
 
-        The connector saves blocks, and rounds each block up to a memory page.
+        The connector saves blocks, and each block takes a whole memory page.
         """
         num_slots = extra_config["host_bytes"] // block_bytes(BLOCK_SIZE)
         extra = {"cpu_bytes_to_use": num_slots * mmap.PAGESIZE, "offload_prompt_only": False}

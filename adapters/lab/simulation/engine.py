@@ -336,7 +336,7 @@ class SimulatedEngine:
                     self.finish_reasons[output.request_id] = str(output.finish_reason)
 
     def holders(self, block_ids: Collection[int]) -> list[str]:
-        """Return the requests whose tables have one of these blocks."""
+        """Return the requests whose block tables have one of these blocks."""
         if not block_ids:
             return []
         tables = self.scheduler.kv_cache_manager.get_block_ids
@@ -373,7 +373,7 @@ class SimulatedEngine:
         """Whether nothing can ever be scheduled again, because of vLLM's queue or reservations.
 
         vLLM has a queue for waiting requests that hold blocks (`kv_holding_waiting`). The first request in
-        this queue has freed its blocks since then, and cannot get as many again. There are two possible causes:
+        this queue has lost its blocks while it waited, and cannot get as many again. There are two possible causes:
         - The loads of later requests in the queue are done, but vLLM does not consider these requests. `schedule` stops
           at the first request that does not fit (vllm#57841, #45388: `v1/core/sched/scheduler.py`).
         - The load of the first request failed, and another connector of a `MultiConnector` offers another load. The

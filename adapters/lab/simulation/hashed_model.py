@@ -62,8 +62,8 @@ def layer_names(num_groups: int = 1) -> tuple[tuple[str, ...], ...]:
 def marks(number: int, layer: torch.Tensor) -> torch.Tensor:
     """Return, for layer `number` of a group, the numbers that are added to the hash of a position.
 
-    In a layer, a position has one place for each head and each number of the content. A different number is added in
-    each place.
+    A layer stores a position as several numbers, one for each head and each place in the content. Another number is
+    added to each of them, so that they all differ.
     """
     _, num_heads, _, content = layer.shape
     return torch.arange(num_heads * content).view(num_heads, content) * (number + 1)
@@ -154,13 +154,13 @@ class HashedModel:
     ) -> tuple[list[str], list[list[int]]]:
         """Check the KV that the step reads, write the KV of the scheduled tokens, and sample tokens.
 
-        A request samples a token if all of its known tokens are computed. In each layer, all requests write before any
-        request reads. A request may therefore read KV that another request writes in the same step.
+        A request samples a token if all of its known tokens are computed. In a real model's layer, all requests write
+        before any request reads. A request may therefore read KV that another request writes in the same step.
 
         Args:
             scheduler_output: the scheduler's output for the step.
             excused_blocks: block → step in which the block's load failed, for failures of which the scheduler cannot
-                know yet. Blocks that are computed on top of these blocks are added.
+                know yet. Blocks that are computed on top of these blocks are added to the mapping.
 
         Raises:
             CorruptKV: wrong KV is read from a block that is not in `excused_blocks`.

@@ -12,11 +12,11 @@ class LastToken(Checker):
 
     Verifies: for every answer:
 
-    - The number of tokens is not negative.
+    - The number of offered tokens is not negative.
     - The offered and the computed tokens together are at most the request's tokens, as vLLM's scheduler asserts. If the
       load is not asynchronous, they are at least one token fewer, because the step must compute the last token
       (`v1/core/sched/scheduler.py`, 0.32).
-    - If the load is asynchronous, the answer has at least one token (`kv_connector/v1/base.py`,
+    - If the load is asynchronous, the answer offers at least one token (`kv_connector/v1/base.py`,
       get_num_new_matched_tokens).
 
     Does not verify: that the offered tokens are stored.

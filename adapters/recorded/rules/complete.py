@@ -27,8 +27,8 @@ class _Table(msgspec.Struct, gc=False):
     num_tokens: int
     num_prompt_tokens: int
     num_shared: int = 0
-    """Number of blocks at the start of the table that were not new when the request got them, if it is not known how
-    many of their tokens are computed; otherwise 0."""
+    """Number of blocks at the start of the table that were not new when the request got them. 0 if it is known how many
+    of their tokens are computed."""
 
 
 @attrs.frozen
@@ -49,9 +49,9 @@ class ChunkComplete(RuleOfCopies):
     whole blocks, or if the prompt is not completely computed yet, this is checked for all tokens of each block.
     Otherwise it is checked for the first token of each block. For a request that was preempted or has ended, even in
     the middle of its prompt, the tokens that were computed until then count.
-    Does not verify: copies of a connector without a decoder; saves of an ended request, if requests with more than a
-    million blocks have ended since or its id is in use again; how many tokens of the last block of a computed prompt
-    are copied, if a copy may take a part of a block (NIXL).
+    Does not verify: copies of a connector without a decoder; saves of an ended request, if its id is in use again or
+    the requests that have ended since had more than a million blocks together; how many tokens of the last block of a
+    computed prompt are copied, if a copy may take a part of a block (NIXL).
     """
 
     rule = "CHUNK_COMPLETE"

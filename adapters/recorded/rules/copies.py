@@ -44,7 +44,7 @@ class RuleOfTables(Checker):
 
 
 class TableEq(RuleOfTables):
-    """TABLE_EQ: a copy's blocks are in the request's table, in the order of the copy.
+    """TABLE_EQ: a copy's blocks are in the request's block table, in the order of the copy.
 
     Verifies: the copy's first block is at the position in the table that the copy names. Each other block of the copy
     is in the table after the block before it. A copy may leave out blocks in between that are stored already

@@ -52,7 +52,8 @@ class CompletionOnce(RuleOfEnds):
       blocks that only other children keep. Each worker reports a release once, even while the `MultiConnector` waits
       for another child.
 
-    Does not verify: ends of what began before the log or the audit; that an end is ever reported (LIVENESS).
+    Does not verify: ends of loads and of kept blocks from before the log or the audit; that an end is ever reported
+    (LIVENESS).
     """
 
     rule = "COMPLETION_ONCE"

@@ -14,9 +14,9 @@ class LoadDstExclusive(RuleOfCopies):
     (`kv_connector/v1/base.py`, get_num_new_matched_tokens and update_state_after_alloc, 0.32). The blocks of computed
     tokens may be shared with running requests.
 
-    Verifies: each block of a load is in the request's table, at the place of tokens that the load must bring. The load
-    names each block once. No other load in flight fills the block, and no other request gets the block before the load
-    has ended.
+    Verifies: each block of a load is in the request's block table, at the place of tokens that the load must bring. The
+    load names each block once. No other load in flight fills the block, and no other request gets the block before the
+    load has ended.
     Does not verify: copies of a connector without a decoder; whether a step in flight writes into a block that its
     request has lost, which depends on the order of the device's streams.
     """
@@ -59,8 +59,8 @@ class BlockReuseFenced(RuleOfCopies):
     scheduler" (wait_for_save). Otherwise, the workers finish the saves before the step that fills the blocks
     (handle_preemptions; `kv_connector/v1/base.py`, 0.32).
 
-    Verifies: this at each step, for all blocks that a request gets in the step or in an allocation before it, except
-    shared blocks.
+    Verifies: this at each step, for all blocks that a request gets in the step or in an allocation since the previous
+    step, except shared blocks.
     Does not verify: copies of a connector without a decoder; copies whose end is not in the log; that workers wait if
     the metadata tells them to.
     """
@@ -77,9 +77,9 @@ class SrcBlockStable(RuleOfCopies):
     """SRC_BLOCK_STABLE: no load fills a block that a save still reads.
 
     Verifies: this for each load when it begins, against the saves of all requests.
-    Does not verify: copies of a connector without a decoder; copies whose end is not in the log; what a forward pass
-    writes into the block. BLOCK_REUSE_FENCED finds the writes of another request, and the request's own writes after
-    the saved tokens do no harm.
+    Does not verify: copies of a connector without a decoder; copies whose end is not in the log; writes of a forward
+    pass into the block. BLOCK_REUSE_FENCED finds the writes of another request. The request itself writes only to
+    positions after the saved tokens, which does no harm.
     """
 
     rule = "SRC_BLOCK_STABLE"

@@ -44,14 +44,16 @@ class ResumeCoversOutput(Checker):
 
     If a connector does not offer the stored tokens, no output is wrong. The tokens are recomputed, which takes time.
 
-    Verifies: the core's rule of this name, and this: the connector offers a preempted request tokens if both are true:
+    Verifies: the core's rule of this name, and this: the connector offers a preempted request tokens if both of these
+    are true:
 
-    - Before, the connector had offered the request more than twice as many tokens as vLLM finds computed now.
+    - Before the preemption, the connector offered the request more than twice as many tokens as vLLM finds computed
+      now.
     - The connector is likely to have these tokens: since their save, at most N blocks were saved. N is the largest
       number of blocks that were saved between the last use of a block and a later offer of the same block.
 
     Does not verify: tokens that were saved and never offered, because no event shows when they are stored; offers after
-    a failed load; offers for models with several groups of layers; offers of what was saved before a reset.
+    a failed load; offers for models with several groups of layers; offers of tokens that were saved before a reset.
     """
 
     rule = "RESUME_COVERS_OUTPUT"
@@ -76,7 +78,7 @@ class ResumeCoversOutput(Checker):
         block."""
 
     def visits(self) -> Visits:
-        """Return the visits of the core's rule, then the visits of this rule."""
+        """Return pairs (event class, method): first of the core's rule, then of this rule."""
         return [*self._core.visits(), *super().visits()]
 
     @on(e.CacheReset)

@@ -15,8 +15,9 @@ from kvledger.adapters.recorded.payloads import REQUEST, STEP, Transferred
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
     """Yield copies that receive blocks, save blocks to a host buffer within the step, or send blocks.
 
-    Received blocks follow the locally cached blocks (`pull_scheduler.py`, update_state_after_alloc). Their index
-    in the request's table is known only if the model has one group and the metadata has the number of cached blocks.
+    In the request's table, received blocks come after the locally cached blocks (`pull_scheduler.py`,
+    update_state_after_alloc). The index of the first received block is known only if the model has one group and the
+    metadata has the number of cached blocks.
     """
     for request_id, received in metadata.reqs_to_recv.items():
         groups, cached = received.local_block_ids, received.local_num_computed_blocks

@@ -154,7 +154,7 @@ class LogReport:
     ended: str
     """How the log ended: `closed`, `cut_off`, `open` (a process is writing the log) or `unknown`."""
     head_hash: str
-    """Chain hash of the last frame. A copy that you store elsewhere shows later whether the log was rewritten."""
+    """Chain hash of the last frame. Store the hash elsewhere to check later whether the log was rewritten."""
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {self.text}"]

@@ -276,7 +276,7 @@ class _Shown:
             self._output.field("note", text)
 
     def keys(self, algorithm: str, why_guessable: str) -> None:
-        """Print the hash algorithm of the chunk keys, and why a reader of a log could use keys to test guessed prompts.
+        """Print the hash algorithm of the chunk keys, and why guesses of prompts can be tested with the keys.
 
         Args:
             algorithm: the hash algorithm.

@@ -45,7 +45,7 @@ class Command:
         return f"{__name__}:{name}" if self.is_entry_point else f"{__package__}.{name}:run"
 
     def epilogue(self) -> str:
-        """Return exit codes and examples as `--help` shows them below the options."""
+        """Return the text that `--help` shows below the options: exit codes and examples."""
         examples = "\n".join(f"  {line}\n      {what}" for what, line in self.examples.items())
         others = {code: text for code, text in OF_EVERY_COMMAND.items() if code not in self.exit_codes}
         return f"exit codes:\n{_codes(self.exit_codes)}\nof every command:\n{_codes(others)}\n\nexamples:\n{examples}"
@@ -120,7 +120,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE, ExitCode.NOTHING_CHECKED: _NOTHING},
             {
                 "why one request waited and computed tokens again": "kvledger why logs chat-17",
-                "the causes for one request from event 10 on, as JSON": "kvledger why logs chat-17 --since 10 --json",
+                "what happened to one request from event 10 on, as JSON": "kvledger why logs chat-17 --since 10 --json",
             },
         ),
         "stats": Command(
@@ -153,8 +153,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 ExitCode.NOTHING_CHECKED: f"the files are written, but for at least one log {_NOTHING}",
             },
             {
-                "every table except violations, from all logs": "kvledger tables logs -o tables",
-                "only the table violations, from all logs": "kvledger tables logs -o tables --table violations",
+                "every table except `violations`, from all logs": "kvledger tables logs -o tables",
+                "only the table `violations`, from all logs": "kvledger tables logs -o tables --table violations",
             },
         ),
         "core": Command(

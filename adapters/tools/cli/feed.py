@@ -107,9 +107,9 @@ class Feed(ObservationVisitor):
         return "; ".join(filter(None, (*parts, *describe_decisions(decisions, self._core))))
 
     def _repeats(self, request_id: str, text: str, sequence: int) -> bool:
-        """Whether a lookup got the answer of the request's previous lookup, apart from numbers. If so, count it.
+        """Whether a lookup got the same answer as the request's previous lookup, apart from numbers.
 
-        vLLM looks up a waiting request in every step.
+        A lookup with the same answer is counted. vLLM looks up a waiting request in every step.
         """
         polls, now_ns = self.state.polls.get(request_id), self.moment.time_ns
         if polls is not None and without_numbers(polls.last_text) == without_numbers(text):

@@ -289,8 +289,9 @@ def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: s
 
 
 def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = False) -> int | None:
-    """Return the first nanosecond of a moment, or with `is_end` its last, counted from the log's opening.
+    """Return the time from the log's opening to the moment, in nanoseconds.
 
+    A moment such as 10:30:00 lasts a second. The result leads to its first nanosecond, or with `is_end` to its last.
     None if no moment was asked for, or if the moment is an event number.
     """
     if asked is None or asked.kind == "event":
@@ -321,7 +322,7 @@ def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
 
 
 def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
-    """Return the sequence number of the last event before the first event that is later than `time_ns`.
+    """Return the sequence number of the event directly before the first event that is later than `time_ns`.
 
     None if no event is later than `time_ns`. Decisions have no time of their own.
     """

@@ -1,4 +1,7 @@
-"""Exception for a failed write to stdout or stderr. It is not in `streams.py`, which must not import the core."""
+"""Exception for a failed write to stdout or stderr.
+
+`OutputFailed` derives from a class of the core, and `streams.py` must not import the core.
+"""
 
 from __future__ import annotations
 

@@ -80,9 +80,9 @@ def _usage(error: CycloptsError) -> str:
 
 
 def ended(error: BaseException) -> ExitCode:
-    """Return the exit code of a command that was interrupted, or whose output cannot be written or read any more.
+    """Return the exit code of a command that was interrupted, or whose output could not be written.
 
-    Raises any other error again.
+    The output cannot be written, for example, if the program that reads it has ended. Raises any other error again.
     """
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED

@@ -37,7 +37,7 @@ def run(
     ] = None,
     follow: Annotated[bool, Parameter(help="keep shipping new events and new logs until you stop the command")] = False,
     label: Annotated[
-        str | None, Parameter(help="part of the messages' subjects before the log id; default: this host's name")
+        str | None, Parameter(help="name before the log id in the messages' NATS subjects; default: this host's name")
     ] = None,
     give_up_after: Annotated[
         float,

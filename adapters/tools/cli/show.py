@@ -222,7 +222,7 @@ def _show_timeline(
 
 
 def _begin(log: StoredLog, output: Output) -> Model:
-    """Return the model at the log's beginning. If the beginning is missing, use the first snapshot and report this."""
+    """Return a `Model` for the log's beginning. If the beginning is missing, use the first snapshot and report this."""
     model = begin_model(log, None if log.header else HEADER_LOST)
     for remark in log.start_remarks:
         output.remark(remark)
@@ -274,7 +274,7 @@ def _show_summary(
     duration_ns: int,
     listing: Listing,
 ) -> None:
-    """Print the log and its requests. `figures` is None if the log's configuration or totals are lost."""
+    """Print facts about the log, and its requests. `figures` is None if the log's configuration or totals are lost."""
     why_nothing = readable(log, selection).why_nothing
     figures = None if why_nothing else figures
     clock = Clock(log.header)

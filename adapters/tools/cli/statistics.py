@@ -83,8 +83,8 @@ class Statistics:
 class Counting(Visitor[Model]):
     """Counts the events of a log, and collects its totals and reasons. Call `result` at the end.
 
-    Pass `visitors` to a reader without changing their order. This visitor then begins the selection before the totals
-    and the reasons count the first selected event.
+    Pass `visitors` to a reader without changing their order. At the first selected event, this class saves the totals
+    and reasons of all earlier events, and must do so before the other visitors count that event.
     """
 
     needs = ("lives", "copies")
@@ -148,7 +148,10 @@ class Counting(Visitor[Model]):
         return result
 
     def _begin(self) -> tuple[Sums, Figures]:
-        """Begin the selection if it has not begun. Return the sums and figures before it, which `result` subtracts."""
+        """Begin the selection if it has not begun. Return the sums and figures of the events before the selection.
+
+        `result` subtracts these sums and figures from the sums and figures of the whole log.
+        """
         if self._before is None:
             self._before = (self._accounts.sums(), attrs.evolve(self._totals.figures))
             self._first_ns = self.moment.time_ns

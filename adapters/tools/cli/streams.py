@@ -58,7 +58,7 @@ def _guarded(stream: TextIO | None, number: int) -> TextIO:
 
 
 def notice_reader() -> None:
-    """Raise `OutputFailed` if stdout is a pipe without a reader, even if there is nothing to write."""
+    """Raise `OutputFailed` if stdout is a pipe that no program reads any more, even if there is nothing to write."""
     if isinstance(getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Guarded):
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

@@ -117,7 +117,7 @@ def _findings(log: StoredLog, selection: Selection) -> Findings:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Run the garbage collector rarely. An audit makes no reference cycles, but each collection scans all its data."""
+    """Run the garbage collector rarely. Each collection scans all data of an audit, which makes no reference cycles."""
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_OBJECTS_PER_COLLECTION)

@@ -1,4 +1,4 @@
-"""`kvledger why`: print the causes of one request, and a reason for every token that it missed or computed again."""
+"""`kvledger why`: print what happened to one request, and a reason for every token that it missed or computed again."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock, log: Stor
             for reason in (*cause.reasons, *cause.notes):
                 output.line(f"{'':{len(at)}}  {reason}", style="dim")
         if history.num_left_out:
-            output.line(f"{history.num_left_out} more causes of this request are left out", style="dim")
+            output.line(f"{history.num_left_out} more entries about this request are left out", style="dim")
         output.line()
         if causes and causes[0].what == _ARRIVED and not (history.lookups or history.admissions):
             output.line("never scheduled: vLLM did not look it up and gave it no blocks")

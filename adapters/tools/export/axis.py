@@ -57,7 +57,7 @@ class Axis:
     """Maps times to positions from 0 to 1."""
 
     def __init__(self, busy: Iterable[Interval]) -> None:
-        """Make an axis that shows the intervals in `busy`, at least one, and folds long times between them."""
+        """Make an axis that shows the intervals in `busy` and folds long times between them. `busy` is not empty."""
         merged = _merged(busy)
         num_busy = sum(last - first for first, last in merged) or 1
         self._pieces = joined(merged, 2 * _FOLD_WIDTH * num_busy)

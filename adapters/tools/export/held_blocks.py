@@ -12,7 +12,7 @@ class HeldBlocks:
     """The distinct blocks in the block tables of all lives. A shared block is in several tables and counts once.
 
     Args:
-        model: contains the tables.
+        model: contains the block tables.
         kept: ordinal of a finished life → blocks that are held for that life's copies until it is released.
     """
 
@@ -28,7 +28,7 @@ class HeldBlocks:
         return len(self._references)
 
     def look(self, ordinal: int) -> None:
-        """Update the count to the present table of a life."""
+        """Update the count to the present block table of a life."""
         table = array("I", self._kept.get(ordinal) or self._model.tables.of(ordinal))
         before = self._tables.pop(ordinal, array("I"))
         num_kept = len(before) if table[: len(before)] == before else 0  # usually the table has only grown

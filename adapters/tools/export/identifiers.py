@@ -41,7 +41,7 @@ def _common(names: list[str]) -> int:
 
 
 def _cut(name: str, begin: int, end: int) -> Pieces:
-    """Return the pieces of a name. The shared beginning and end are hidden, and the middle of a long rest."""
+    """Return the pieces of a name. The shared beginning and end and the middle of a long remainder are hidden."""
     hidden = [(_KEPT, begin)] if begin else []
     core = (begin, len(name) - end)
     length = core[1] - core[0]

@@ -183,7 +183,10 @@ class LogSpans(Sink):
     # --- instants -----------------------------------------------------------------------------
 
     def looked_up(self, lookup: Lookup) -> None:
-        """Add an event if the answer differs from the previous answer. Consecutive deferrals become one wait."""
+        """Add an event to the request's span for an answer that differs from the previous answer.
+
+        Consecutive deferrals become one span, a wait.
+        """
         request = self._requests.get(-1 if lookup.ordinal is None else lookup.ordinal)
         if request is None:
             return

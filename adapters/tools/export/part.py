@@ -1,7 +1,7 @@
 """The part of the HTML page that is about one log.
 
-The log is read once for the requests and the verdict, and again for the requests that are shown. This module must not
-depend on the look of the page or on the page's other logs.
+The log is read twice: first for the verdict and all requests, then for the events of the requests that are shown. This
+module must not depend on the look of the page or on the page's other logs.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Part:
 
     @classmethod
     def of(cls, reading: Reading, requests: Sequence[Request], request_ids: Collection[str], output: Progress) -> Part:
-        """Read the log again for these requests. Those whose ids are in `request_ids` are shown event by event."""
+        """Read the log again for these requests. Requests whose ids are in `request_ids` are shown event by event."""
         log, selection, shown, found = reading.log, reading.selection, reading.shown, reading.found
         listed = found.listed.findings[:_MAX_FINDINGS]
         evidence = {sequence for finding in listed for sequence in finding.first.evidence}

@@ -29,7 +29,7 @@ class Span(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def duration_ns(self) -> int:
-        """Duration in nanoseconds. It is known when the span has ended, or when the log has ended before the span."""
+        """Duration in nanoseconds. It is known after the span has ended, or after the log was read to its end."""
         return self.last_ns - self.since_ns
 
 
@@ -40,7 +40,7 @@ class LifeSpan(Span, eq=False, kw_only=True):
     summary: RequestSummary
     """Summary of the life; complete when the span ends."""
     first_running_ns: int | None = None
-    """Time at which every token of the prompt was first computed or in flight."""
+    """Time at which the request was first running: every prompt token was computed or in a step in flight."""
     trace_parent: bytes = b""
     """Trace context of the arrival; empty if the arrival has none or is not in the log."""
     num_tokens_retained: int = 0
@@ -187,7 +187,7 @@ class Sink:
         """Called when a request arrives or enters a state or generation, a copy is issued, or a call is made."""
 
     def ended(self, span: Span) -> None:
-        """Called when a span or the log ends. The spans of a request's states end before the request's own span."""
+        """Called with each span when it ends, or at the end of the log. A request's states end before its own span."""
 
     def happened(self, instant: Instant) -> None:
         """Called with an instant."""

@@ -31,9 +31,9 @@ def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) ->
 
     These rules are tried in this order until one fits a request: the id equals the text, has the text as a whole part
     between hyphens, begins with the text, or contains the text. In `cmpl-chat-1-0-8f3a1c5e`, the client's id `chat-1`
-    is such a part, because vLLM's front ends write something before and after it. Logs cut a long id and
-    append a hash of the whole id. The hash is compared, or the beginning if vLLM wrote something before the client's
-    id.
+    is such a part, because vLLM's front ends write something before and after it. Logs cut a long id and append a hash
+    of the whole id. A long `given` is cut in the same way before it is compared. If vLLM wrote something before the
+    client's id, the hashes differ, and the beginnings are compared.
 
     Args:
         known: each log with the ids of its requests, in the order of their arrival.

@@ -1,7 +1,7 @@
 """Writes the index of a log, or continues an earlier index with the events that were appended to the log since.
 
-An earlier index is continued if no event is missing and the next frame follows from the index's chain hash. Otherwise
-the log is read from its beginning. This module must not answer questions about a log.
+An earlier index is continued if no event is missing and the next frame continues the chain at the index's chain hash.
+Otherwise the log is read from its beginning. This module must not answer questions about a log.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def earlier_contents(log: StoredLog) -> Contents | None:
 
 
 def _continue(log: StoredLog, contents: Contents, earlier: Path, unfinished: str) -> bool:
-    """Copy the earlier index, and add to the copy the events that were appended since. Return whether this worked."""
+    """Copy the earlier index, and continue the copy up to the log's present end. Return whether this worked."""
     try:
         with os.fdopen(open_for_reading(earlier), "rb") as source, Path(unfinished).open("wb") as target:
             shutil.copyfileobj(source, target)
@@ -141,7 +141,7 @@ class _Builder:
         self._finish(extent)
 
     def go_on(self) -> bool:
-        """Read the events after the earlier index. Return False if events are missing: read the whole log instead."""
+        """Read the events that the earlier index does not cover. Return False if the whole log must be read instead."""
         earlier, log = self._earlier, self._log
         if earlier is None:
             return False

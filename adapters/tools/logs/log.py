@@ -154,7 +154,7 @@ class StoredLog:
 
         If the oldest segments were retired, the state comes from the earliest usable snapshot. A usable snapshot
         belongs to this log and has the present format of the state. If snapshots are not trusted, this code must also
-        have made it. After this call, `is_trusted` tells whether events after `start_sequence` can be folded.
+        have made it. While batches are read after this call, `is_trusted` says whether the last batch can be folded.
 
         Args:
             newest: use the newest usable snapshot, even if the log has its beginning.
@@ -229,7 +229,7 @@ class StoredLog:
 
     @property
     def decides_elsewhere(self) -> bool:
-        """Whether another connector saves and loads, so that the log has no copies of kvledger's own."""
+        """Whether another connector saves and loads, so that the log has no saves and loads of kvledger."""
         return any(extension.declaration().replaces for extension in self.core.extensions)
 
     @property
@@ -255,7 +255,7 @@ class StoredLog:
 
     @property
     def head_hash(self) -> str:
-        """Chain hash (hex) of the last frame that was read. Keep a copy to see later whether the log was rewritten."""
+        """Chain hash (hex) of the last frame that was read. Keep it to check later whether the log was rewritten."""
         return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
 
     @_was_open.default
@@ -334,11 +334,11 @@ class StoredLog:
 
         Args:
             sequence: sequence number of that event. The event must be the last event of its frame.
-            head_hash: chain hash (hex) of that frame, from which the next frame must follow. Empty: not checked. Leave
-                it empty if the next frame begins a segment whose header was compared before.
+            head_hash: chain hash (hex) of that frame, at which the next frame must continue the chain. Empty: not
+                checked. Leave it empty if the next frame begins a segment whose header was compared before.
 
         Raises:
-            LogError: the next frame does not follow from `head_hash`.
+            LogError: the next frame does not continue the chain at `head_hash`.
         """
         return self._intact(after=sequence, head_hash=head_hash)
 

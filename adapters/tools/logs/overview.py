@@ -51,7 +51,7 @@ class Overview:
     """Tokens that admitted requests needed beyond the hit in vLLM's own prefix cache, since the log was opened."""
     num_tokens_hit: int
     num_recently_queried: int
-    """Queried tokens of admissions in the last `recent_ns`."""
+    """The part of `num_tokens_queried` from admissions in the last `recent_ns` nanoseconds."""
     num_recently_hit: int
     recent_ns: int
     """Nanoseconds that the recent figures cover: `RECENT_S`, or less if the part that was read is shorter."""
@@ -105,7 +105,7 @@ class Overviews(Visitor[Model]):
         self._last_fault = f"{describe_core_event(event)} (event {self.moment.sequence})"
 
     def now(self, num_worst: int) -> Overview:
-        """Return an overview of the present state, with at most `num_worst` of the worst requests."""
+        """Return an overview of the present state, with up to `num_worst` requests that have waited longest."""
         model, figures = self.model, self._totals.figures
         states: Counter[RequestState] = Counter(life.state for life in model.lives)
         copies = [copy for _, copy in model.copies]

@@ -1,4 +1,4 @@
-"""Processes for work on several cores. They end with the process that started them.
+"""Processes for work on several cores. They end when the process that started them ends.
 
 This module must not depend on logs.
 """
@@ -82,8 +82,8 @@ class SeparateProcesses:
     ) -> Future[_Result]:
         """Call the function. Calls begin in the order of submission.
 
-        The future raises `ProcessLost` if no try found a process that lived to the end of the call. If the function
-        raises, the future raises the same exception.
+        The future raises `ProcessLost` if, at every try, the process was killed or could not be started. If the
+        function raises, the future raises the same exception.
         """
         return self._threads.submit(self._tried, partial(function, *args, **kwargs))
 
@@ -139,7 +139,7 @@ def separate_processes(number: int) -> Iterator[SeparateProcesses]:
 
 
 def _end_with(reader: Connection) -> None:
-    """End this process when the starting process closes its end of the pipe, or dies."""
+    """Let the calling process end when the process that started it closes the pipe, or dies."""
 
     def wait() -> None:
         reader.poll(None)

@@ -21,7 +21,7 @@ def begin_model(
     """Return the model with the state before the first event that `take_batch` will pass to a reader.
 
     If the oldest segments of the log were retired, the model has the state of the first usable snapshot. Without a
-    usable snapshot, reading begins as after a gap. Call this function before you read batches: it sets
+    usable snapshot, reading begins as if after a gap. Call this function before you read batches: it sets
     `log.start_sequence`.
 
     Args:

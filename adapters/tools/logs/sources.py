@@ -117,7 +117,7 @@ def find_logs(
 
 
 def _has_traces(directory: Path, on_remark: Callable[[str], None]) -> bool:
-    """Whether the directory was a log whose segments are gone, as its record of the end or of retirements shows.
+    """Whether the directory was a log whose segments are gone, as its end record or record of retirements shows.
 
     If such a record is not a regular file, print a remark and return False.
     """
@@ -230,8 +230,8 @@ def _assigned(schedulers: Iterable[_Log], workers: Iterable[_Log]) -> Iterator[t
 
     A worker's log has the same engine id and connector as its scheduler's log. This is not enough, because an engine id
     that the configuration sets stays the same after a restart. A worker's log therefore belongs to the scheduler's log
-    of the same process. If that process has no scheduler's log, the worker's log belongs to the next scheduler's log
-    that was opened.
+    that the same process wrote. If there is none, it belongs to the scheduler's log that was opened next after the
+    worker's log, or else to the last scheduler's log opened before the worker's log.
     """
     schedulers = list(schedulers)
     pairs = []

@@ -1,4 +1,4 @@
-"""Finds what is in progress at the end of a log. Extensions know this from their events.
+"""Finds the call that is in progress at the end of a log. Extensions recognize it in their events.
 
 This module must not name any event type.
 """

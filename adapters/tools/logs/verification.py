@@ -317,8 +317,8 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
         how_many = f"{plural(len(segments), 'segment')}, the last at {at:%Y-%m-%dT%H:%M:%SZ}"
         events = f"events {first.first_sequence}–{last.last_sequence}"
         remarks.append(
-            f"{events} were retired by {reason} ({how_many}); the remaining events follow from the recorded chain hash "
-            "of the retired ones"
+            f"{events} were retired by {reason} ({how_many}); the remaining events continue the chain at the "
+            "recorded hash of the retired ones"
         )
     if retired and not retired[-1].is_rest_verifiable:
         remarks.append(

@@ -67,7 +67,7 @@ class Estimate:
         return text if self.one_of == 1 else f"{text}; one of {self.one_of} chunks was sampled"
 
     def with_other(self, other: Estimate) -> Estimate:
-        """Return one estimate for both. If only one of the two has pool sizes, return that estimate with a note."""
+        """Return one estimate for the logs of both. If only one of the two has pool sizes, return it with a note."""
         if not self.sizes and not self.why_not:
             return other
         if not self.sizes or not other.sizes:

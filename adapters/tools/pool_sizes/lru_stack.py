@@ -122,7 +122,7 @@ class LruStack:
     # --- room ------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Forget keys that no pool still has. If that is not enough, halve the sample as often as needed."""
+        """Forget keys that even the largest pool would have evicted. If necessary, halve the sample repeatedly."""
         self._renumber()
         while 4 * len(self._use_of) > 3 * self._max_keys:
             if self.mask >= _MAX_MASK:

@@ -1,4 +1,4 @@
-"""Counts, from lookups to admissions, which tokens were offered, claimed and loaded, and which were left to compute."""
+"""Reads lookups, allocations and loads to count the tokens offered, claimed, loaded, and left to compute."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Admissions:
         admission.not_loaded = _claimed(admission, Span(first, end, Reason.LOAD_FAILED, evidence))
 
     def leave(self, account: Account, fate: OfferFate = OfferFate.WITHDRAWN) -> None:
-        """Record that the request no longer waits or computes. Its pending offer gets this fate."""
+        """Record that the request no longer waits or computes. The request's pending offer gets `fate`."""
         self._settle_answer(account, fate)
         self.give_up_undelivered(account)
         account.admission, account.is_computing = None, False
@@ -113,7 +113,7 @@ class Admissions:
             account.answer = None
 
     def _note_lookup(self, life: Life, account: Account, event: e.LookupAnswered | e.LookupDeferred) -> None:
-        """Add a lookup to the history, with its reasons. A repeated lookup only increases a count."""
+        """Add a lookup to the history, with the reasons of its misses. A repeated lookup only increases a count."""
         before, account.last_lookup = account.last_lookup, event
         history, sequence = account.history, self._moment.sequence
         if history is None:
@@ -219,7 +219,7 @@ class Admissions:
         return admission
 
     def _date(self, admission: Admission, life: Life, account: Account) -> None:
-        """Count the admission's tokens that are older than vLLM's last reset of only its own prefix cache.
+        """Count the admission's tokens that were computed before vLLM last reset only its own prefix cache.
 
         These tokens are claimed, or they are in vLLM's prefix cache because another request loaded them.
         """
@@ -291,7 +291,7 @@ class Admissions:
             self._count_duplicated(life, account, copy, event)
 
     def _count_duplicated(self, life: Life, account: Account, copy: Copy, event: e.LoadIssued) -> None:
-        """Count the tokens that another load in flight also loads. Use the load that shares the most tokens."""
+        """Count the tokens that another load in flight also loads. If several loads do, count the largest overlap."""
         copies = self._model.copies
         others = [other for job_id in sorted(copies.loads) if (other := copies.get(job_id)) and other is not copy]
         shared = (
@@ -309,7 +309,7 @@ class Admissions:
             account.admission.duplicated = most
 
     def _shared(self, life: Life, load: Copy, first_token: int, end_token: int) -> SharedLoad | None:
-        """Return the tokens in this range of the life that a load brings; None if the load brings none of them."""
+        """Return which tokens in this range of the life `load` brings; None if `load` brings none of them."""
         keys = life.keys
         brought = zip(load.chunks, load.keys, strict=False)
         shared = [chunk for chunk, key in brought if chunk < len(keys) and keys[chunk] == key]

@@ -58,7 +58,7 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self if earlier is self.earlier else msgspec.structs.replace(self, earlier=earlier)
 
     def settled(self, status: ChunkStatus, sequence: int, cause: int, detail: str = "") -> ChunkFact:
-        """Return the next fact after this fact about a save: the save has completed or failed."""
+        """Return the fact that replaces this fact about a save: the save has completed or failed."""
         earlier = None if status is ChunkStatus.SAVED else self.earlier
         return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
 
@@ -192,7 +192,7 @@ class ChunkHistory:
         return bool(self._state.loaded_since)
 
     def reset_after(self, key: bytes) -> int:
-        """Return the event of the last reset of vLLM's prefix cache that this chunk survived in the pool; 0: none."""
+        """Return the sequence number of vLLM's last prefix cache reset that the chunk survived in the pool; 0: none."""
         return self._state.before_reset.get(key, 0)
 
     def loaded(self, keys: Iterable[bytes]) -> None:
@@ -201,7 +201,7 @@ class ChunkHistory:
         self._state.loaded_since.update((key, before_reset[key]) for key in keys if key in before_reset)
 
     def reset_before_load(self, key: bytes) -> int:
-        """Return the event of the last reset that this chunk survived in the pool before it was loaded; 0: none."""
+        """Return the sequence number of the last reset that this chunk survived before it was loaded; 0: none."""
         return self._state.loaded_since.get(key, 0)
 
     @property

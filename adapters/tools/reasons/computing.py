@@ -13,7 +13,7 @@ from kvledger.lifecycle.reader import Life
 
 
 class Computing:
-    """Part of `Accounts` that gets steps and rollbacks. Requests that a step does not list compute nothing again."""
+    """Part of `Accounts` that gets steps and rollbacks. Requests that a step does not list recompute no tokens."""
 
     def __init__(self, memory: Memory, admissions: Admissions) -> None:
         self._memory = memory

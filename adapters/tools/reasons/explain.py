@@ -136,7 +136,7 @@ class _AfterHit:
         return self.life.num_tokens_before_preemption
 
     def _overruled(self, span: Span) -> Span:
-        """Replace the reason if the request computes its tokens whatever is in the pool."""
+        """Replace the span's reason if the request would compute the tokens even if the pool had them."""
         reason = self.instead
         if self.answer is not None:
             reason = _OF_ALL.get(self.answer.miss_reason)
@@ -285,7 +285,7 @@ class _AfterRecordedHit(_AfterHit):
         return Reason.RECORDED if self._state.lacks_saves else self._why_lost_here(fact)
 
     def _why_lost_here(self, fact: ChunkFact | None) -> Reason:
-        """Return the reason for a chunk that only vLLM's own prefix cache had, if that cache is on."""
+        """Return the reason for a chunk that was never saved. If vLLM's own prefix cache is on, it had the chunk."""
         if not self._state.has_prefix_cache:
             return Reason.NEVER_GIVEN
         known_at = self.life.preempted_at if fact is None or self._is_own(fact) else fact.sequence

@@ -82,7 +82,7 @@ class Account:
     load_failed: tuple[int, ...] = ()
     """Sequence numbers of the last `load.failed` and of its cause. Empty again when a step starts the request."""
     computed_end: int = 0
-    """End of the tokens computed since the admission, as far as steps record them."""
+    """First token after the tokens that were computed since the admission, as far as steps record them."""
     taken_back_from: int = 0
     """Number of tokens that the request had computed when the scheduler took some of them back."""
     never_computed: tuple[int, int] = (0, 0)
@@ -105,7 +105,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Requests that were preempted since the last step."""
     recorded: recorded.State = msgspec.field(default_factory=recorded.State)
     is_blind: bool = False
-    """Whether events are missing, so that a chunk without events may still have been saved."""
+    """Whether events are missing. Even a chunk that no event names may then have been saved."""
 
 
 class Memory:

@@ -70,7 +70,7 @@ class TraceRows(Sink):
             self._rows.add("copies", span, span.since_ns, span.sequence)
 
     def looked_up(self, lookup: Lookup) -> None:
-        """Add the row of an answered lookup."""
+        """Add the row of a lookup that was answered or deferred."""
         self._rows.add("lookups", lookup, lookup.time_ns, lookup.sequence)
 
     def stepped(self, step: Step) -> None:
@@ -105,7 +105,8 @@ class _Evictions(Visitor[Model]):
 
 
 class _Reasons(Accounts):
-    """Makes rows with the tokens by reason, for each life that ends in the selected part or is open at its end.
+    """Makes rows with the tokens by reason, for each life that ends in the selected part, or is open at the end of this
+    part.
 
     A life's rows count the tokens of the whole life, as far as the log was read.
     """
@@ -118,7 +119,7 @@ class _Reasons(Accounts):
         super().__init__(model, request_id=selection.request_id, on_end=self._add_life)
 
     def finish(self) -> None:
-        """Add open lives, and tokens that belong to no life."""
+        """Add the rows of the lives that have not ended, and of the tokens that belong to no life."""
         for history in self.histories:
             self._add_life(history)
         if self._selection.first_sequence == 1 and self._selection.request_id is None:

@@ -74,7 +74,7 @@ class Table:
 
 @attrs.frozen(kw_only=True)
 class EvictionRow:
-    """Chunks that left the host pool for one save."""
+    """Chunks that left the host pool because one save needed their slots."""
 
     sequence: int
     time_ns: int
@@ -131,7 +131,7 @@ def _text(name: str, meaning: str, value: str = "") -> Column:
 
 
 def _of(kind: type, name: str) -> _Value:
-    """Return a function that gets a field of a lookup's answer, or None if the answer is of another class."""
+    """Return a function that gets a field of a lookup's answer. The function returns None for another class."""
     return lambda lookup: getattr(lookup.answer, name) if isinstance(lookup.answer, kind) else None
 
 

@@ -42,9 +42,9 @@ class _OfLife(msgspec.Struct):
 class BytesUnchanged(Checker):
     """BYTES_UNCHANGED: a load brings the bytes that were saved for its tokens, and a full block does not change.
 
-    Verifies: if the log has digests (`pages.digested`), a loaded page has a digest that a page had when it was saved.
-    The saved page is of the same chunk, position, group and rank, and was saved after the last reset. The loaded page
-    is checked in host memory before the load, and in its block after the load.
+    Verifies: if the log has digests (`pages.digested`), a loaded page has the digest of a page that was saved after the
+    last reset, for the same chunk, position, group and rank. The loaded page is checked in host memory before the load,
+    and in its block after the load.
     Two digests of one full block of a request are equal while the request keeps its blocks. The checker names the first
     block that differs, and whether it already differed in host memory.
     Does not verify: pages without digests; partly filled blocks; pages whose save is not in the log or is more than

@@ -30,7 +30,7 @@ class EvictIdleOnly(Checker):
         """Job id → (sequence number of the load, keys of the chunks whose slots it reads)."""
 
     def begin(self) -> None:
-        """Read the loads in flight from the model."""
+        """Read the loads in flight from the audit's model."""
         for job_id, job in self.copies:
             if job.is_load:
                 self._loads[job_id] = (0, self._keys_read_by(job))
@@ -63,7 +63,7 @@ class EvictIdleOnly(Checker):
 
 
 class HitPinned(Checker):
-    """HIT_PINNED: chunks that an answer promised stay in the pool until the scheduler has claimed them.
+    """HIT_PINNED: chunks that a pending answer promised are not evicted.
 
     An answer promises all chunks up to the end of the offered tokens.
 
@@ -113,7 +113,7 @@ class PinBalance(Checker):
     Verifies: whenever a save is declined with `pool_full`, there are too few free slots, and evicting all chunks that
     may leave would not free enough.
     Does not verify: chunks that are kept too long while no save is declined; models with sliding windows, in which the
-    pages that a chunk needs depend on what its windows see.
+    number of pages that a chunk needs depends on the windows.
     """
 
     rule = "PIN_BALANCE"
@@ -178,10 +178,10 @@ class EvictionOrder(Checker):
 
     A request that is preempted or ends uses all of its chunks.
 
-    Verifies: whenever a chunk is evicted, each chunk that was used earlier and is still in the pool has to stay. An
-    event evicts its chunks in the order in which it lists them. A chunk has to stay if something needs a prefix that
-    contains it, or if it is one of the settled chunks of the request that saves. No settled chunk of the request that
-    saves is evicted. No chunk of a prefix that a copy in flight needs is evicted.
+    Verifies: whenever a chunk is evicted, the pool has no chunk that may leave and was used less recently. An event
+    evicts its chunks in the order in which it lists them. A chunk must not leave if something needs a prefix that
+    contains the chunk, or if it is one of the settled chunks of the request that saves. No settled chunk of the request
+    that saves is evicted. No chunk of a prefix that a copy in flight needs is evicted.
     Does not verify: evicted chunks that were promised, waited for or read (HIT_PINNED, WAITING_KEPT, EVICT_IDLE_ONLY);
     whether so many evictions were needed; the order of uses before the audit's start. The rule is not checked if an
     extension chooses which chunks are evicted last.

@@ -46,9 +46,9 @@ class ToldAsDecided(Checker):
     Before a step is recorded, and before the connector shuts down, a `hooks.exchanged` counts everything so far.
 
     Does not verify: anything before the first `hooks.exchanged` that is audited (so a connector that never records this
-    event is not checked); the time between two of these events if a hook failed in that time; anything after the model
-    was declined or the ledger became corrupt; what else vLLM and the workers do with the values. Only digests show that
-    a worker mixes up the slots of saves that it copies together (BYTES_UNCHANGED).
+    event is not checked); the time between two of these events if a hook failed in that time; anything after kvledger
+    declined to serve the model or the ledger became corrupt; what else vLLM and the workers do with the values. Only
+    digests show that a worker mixes up the slots of saves that it copies together (BYTES_UNCHANGED).
     """
 
     rule = "TOLD_AS_DECIDED"

@@ -31,11 +31,11 @@ class RollbackObserved(Checker):
 
     Verifies: at the first step after a failure:
 
-    - If a load within a step failed, the step counts fewer computed tokens for the request than the load's end. This is
-      not checked if, since the load was issued, the request was rolled back to before the load's end, preempted, looked
-      up again or ended. If the load was not handed out, the first step after vLLM learns of the failure is checked.
-    - If vLLM knows that a block is not filled, a request that still has the block counts no token in the block or after
-      it as computed. This is checked at the first step that schedules the request, if there is one group of layers.
+    - If a load within a step failed, the step does not count all tokens up to the load's end as computed. This is not
+      checked if, since the load was issued, the request was rolled back to fewer tokens than that, preempted, looked up
+      again or ended. If the load was not handed out, the first step after vLLM learns of the failure is checked.
+    - If vLLM knows that a block is not filled, a request that still has the block counts only tokens before the block
+      as computed. This is checked at the first step that schedules the request, if there is one group of layers.
 
     Does not verify: asynchronous loads, because their requests have not begun to compute; loads that were given up
     because a rank did not report them; that vLLM learns of a load that was not handed out.

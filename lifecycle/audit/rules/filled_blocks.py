@@ -12,12 +12,12 @@ from kvledger.lifecycle.reader.records import NEVER, Life
 
 
 class LoadDstExclusive(Checker):
-    """LOAD_DST_EXCLUSIVE: a block is filled by one load only, for the one request that holds the block.
+    """LOAD_DST_EXCLUSIVE: while a load fills a block, no other load fills it, and no other request has it.
 
     Verifies: of every load:
 
     - The load fills the blocks that its tokens have in the request's table, each block once.
-    - No other load in flight, of a request that still holds its blocks, fills one of these blocks.
+    - No other load in flight fills one of these blocks. Loads whose request has lost its blocks are exempt.
     - No other request has one of these blocks in its table when the load is issued, or gets one before the load ends.
     - While an asynchronous load is in flight, no step computes tokens of its request.
 
@@ -153,8 +153,8 @@ class NewBlockExclusive(Checker):
     Verifies: at the first step after an allocation, and at each step that extends a table, no other request with
     computed tokens has one of the new blocks, whether it got the block earlier or in the same step.
     Does not verify: groups with a window and requests whose load has failed, because vLLM frees their blocks without a
-    hook; blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests; if the audit begins in the middle of a
-    log, allocations before that point, and until the next step also blocks of the prefix cache.
+    hook; blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests. If the audit begins in the middle of a
+    log, allocations before that point are not verified, and neither are blocks of the prefix cache until the next step.
     """
 
     rule = "NEW_BLOCK_EXCLUSIVE"

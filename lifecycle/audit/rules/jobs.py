@@ -25,8 +25,8 @@ class CompletionOnce(Checker):
       as not filled while an asynchronous load fills that block. kvledger's workers report no blocks of asynchronous
       loads.
 
-    Does not verify: whether a job may be settled at that time, and whether it completed or failed (RANK_AGREEMENT);
-    jobs that are never settled (LIVENESS).
+    Does not verify: whether a job was settled too early, and whether it completed or failed (RANK_AGREEMENT); jobs that
+    are never settled (LIVENESS).
     """
 
     rule = "COMPLETION_ONCE"
@@ -100,9 +100,9 @@ class CompletionOnce(Checker):
 class RankAgreement(Checker):
     """RANK_AGREEMENT: a job is settled when every rank has reported it, and it fails if one rank failed.
 
-    Verifies: a job completes only if every rank has reported it as done. A load that fails because of a report was
-    reported by every rank. The slots of a failed save are free if and only if every rank has reported the save, because
-    a rank without a report may still write into them. A report in which no rank failed contains no error.
+    Verifies: a job completes only if every rank has reported it as done. If a report makes a load fail, every rank has
+    reported the load. The slots of a failed save are free if and only if every rank has reported the save, because a
+    rank without a report may still write into them. A report in which no rank failed contains no error.
     Does not verify: that every rank got the same jobs; loads that were given up because a rank did not report.
     """
 
@@ -199,14 +199,14 @@ class DeliveredOnce(Checker):
     Verifies: of everything that the connector hands out:
 
     - A job that is handed out is in flight and was not handed out before. Each reminder that is handed out was decided.
-    - A load that is reported as received or failed was claimed, was asynchronous, and ended in that way.
+    - A load that is reported as received or failed was claimed, was asynchronous, and ended as reported.
     - A request is reported as sent only if it ended while a copy read its blocks, and if no copy reads them any more.
     - A block is reported as not filled only if its load was refused or not handed out.
     - If the log has `hooks.exchanged`, an end is reported before the second step after it became due.
-    - A load that was issued is not refused, unless a hook failed in between.
+    - A load is not refused after it was issued. If a hook failed between the two, this is not checked.
 
     Does not verify: that jobs and reminders are handed out at all (COPY_IN_TIME, LIVENESS); deliveries that became due
-    before the audit's start, after the model was declined, or after the ledger became corrupt.
+    before the audit's start, after kvledger declined to serve the model, or after the ledger became corrupt.
     """
 
     rule = "DELIVERED_ONCE"

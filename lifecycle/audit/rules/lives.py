@@ -20,9 +20,9 @@ class LegalTransition(Checker):
     """LEGAL_TRANSITION: every event is allowed in its request's state, and every decision follows its cause.
 
     Verifies: the transition tables of `phase` and `blocks` have a row for every request event, and for every request
-    that a step schedules. A step schedules only requests that exist. Its `paused` names only steady requests. A
-    request id arrives again only after its earlier life has finished. Every decision names the last observation before
-    it as its cause.
+    that a step schedules. A step schedules only requests that exist. The step's field `paused` names only steady
+    requests. A request id arrives again only after its earlier life has finished. Every decision names the last
+    observation before it as its cause.
     Does not verify: that kvledger's own state follows the rows (every audit checks that with the reference machines);
     observations about a request that is already quarantined; reports about jobs of an earlier life of the id
     (GEN_ISOLATION); that the tables are right.
@@ -185,7 +185,7 @@ class ReleaseAll(Checker):
         """Ordinals of lives that have finished and are not released."""
 
     def begin(self) -> None:
-        """Read from the model which requests have finished and are not released."""
+        """Read from the audit's model which requests have finished and are not released."""
         self._finished.update(life.ordinal for life in self.lives if life.state is RequestState.FINISHED)
 
     @on(e.RequestFinished)

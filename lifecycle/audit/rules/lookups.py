@@ -128,7 +128,7 @@ class LookupPure(Checker):
 
 
 class LongestHit(Checker):
-    """LONGEST_HIT: a lookup finds the whole stored prefix, and records why the hit is not longer or not used.
+    """LONGEST_HIT: a lookup finds the whole stored prefix, and records why the prefix ends there or is not used.
 
     The recorded hit covers the request's committed chunks up to the first gap, and then the request's own saved tail.
 
@@ -156,7 +156,7 @@ class LongestHit(Checker):
             self.broken(detail, event.cause)
 
     def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str]:
-        """Return (hit in tokens, reason why the hit ends) as they follow from the log."""
+        """Return (hit in tokens, reason why the hit ends), computed from the log."""
         model = self.model
         hit = num_chunks * model.layout.chunk_size
         reason = self._why_chunks_end(life, num_chunks)
@@ -188,7 +188,7 @@ class DeferBounded(Checker):
     """DEFER_BOUNDED: a lookup is deferred for a job in flight, and only a limited number of times.
 
     A request has at most `max_deferred_lookups` deferred lookups in a row. Further deferrals for the same load need not
-    count, because every load ends.
+    be counted, because every load ends.
 
     Verifies: the recorded number of deferrals in a row is the number that the checker counts. The lookup is deferred
     for one of these jobs:

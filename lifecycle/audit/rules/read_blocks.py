@@ -14,7 +14,7 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 
 class SrcBlockStable(Checker):
-    """SRC_BLOCK_STABLE: blocks do not change while an asynchronous save reads them, unless a step waits for the save.
+    """SRC_BLOCK_STABLE: a step changes a block only after each asynchronous save that reads the block has ended.
 
     Verifies: at every step, one of these holds for each asynchronous save:
 
@@ -65,8 +65,8 @@ class BlockReuseFenced(Checker):
     """BLOCK_REUSE_FENCED: no request is given a block that a copy for another request still reads.
 
     Verifies: no allocation and no step gives a request a new block that an asynchronous save for another request reads.
-    Saves for which a step waits are exempt, and blocks shared from vLLM's prefix cache are not new. This covers blocks
-    that the save's request still has according to the log, and blocks held for the save.
+    Saves for which a step waits are exempt, and blocks shared from vLLM's prefix cache are not new. The check covers
+    blocks that the save's request still has according to the log, and blocks held for the save.
     Does not verify: blocks that the save's request has lost (SRC_BLOCK_STABLE); saves within a step; the order of
     copies and forwards on the device.
     """
@@ -79,7 +79,7 @@ class BlockReuseFenced(Checker):
         """Block id → job id of an asynchronous save."""
 
     def begin(self) -> None:
-        """Read the asynchronous saves in flight from the model."""
+        """Read the asynchronous saves in flight from the audit's model."""
         for _, job in self.copies:
             if job.is_async and not job.is_load:
                 self._read_by |= dict.fromkeys(job.block_ids, job.job_id)

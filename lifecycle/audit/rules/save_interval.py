@@ -18,7 +18,7 @@ _NUM_STEPS = 8
 class SaveInterval(Checker):
     """SAVE_INTERVAL: settled chunks of a decoding request are recorded for saving within a save interval.
 
-    Within the prompt, each chunk is recorded when it has settled. After the prompt, chunks are recorded when a whole
+    Each chunk that lies within the prompt is recorded when it has settled. Other chunks are recorded when a whole save
     interval has settled.
 
     Verifies: whether chunks were recorded in time. This is checked at each event with a request's settled tokens:

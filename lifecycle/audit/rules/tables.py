@@ -18,8 +18,8 @@ from kvledger.lifecycle.states import RequestState
 class TableEq(Checker):
     """TABLE_EQ: the block table that is computed from the log equals the scheduler's own table.
 
-    Verifies: if a step has a row for a request, the request's computed table reaches to its last scheduled token. No
-    block occurs twice in an allocation, or in the table at the first step after the allocation. The connector never
+    Verifies: if a step has a row for a request, the block table computed for the request covers all scheduled tokens.
+    No block occurs twice in an allocation, or in the table at the first step after the allocation. The connector never
     recorded the scheduler's own table (`blocks.observed`), which it does only if the two tables differ.
     Does not verify: the position of each block, if the connector did not compare the tables; tables of quarantined
     requests.
@@ -124,7 +124,7 @@ class SrcBlockOwned(Checker):
             self._check(event, lost, self.layout.pages_of(tokens))
 
     def _check(self, event: e.SaveIssued | e.TailSaveIssued, table: Sequence[int], pages: Sequence[int]) -> None:
-        """Compare the source blocks with the table."""
+        """Compare the save's source blocks with the request's block table."""
         pages = pages[: max(len(table), len(event.block_ids)) + 1]  # a log may name chunks far beyond its tables
         expected = tuple([table[page] if 0 <= page < len(table) else None for page in pages])
         if NO_SLOT in event.slots and len(event.slots) == len(expected):
@@ -147,18 +147,18 @@ class SrcBlockOwned(Checker):
 
 
 class GroupAgreement(Checker):
-    """GROUP_AGREEMENT: a load brings all pages that the next token sees; a save reads no page that a window has left.
+    """GROUP_AGREEMENT: a load brings all pages that the next token sees; a save reads no page outside the window.
 
     A load ends at the same token in all groups. With full attention alone there is nothing to verify.
 
     Verifies: with sliding windows:
 
-    - An answer ends as late in the usable hit as the stored pages allow: all pages that the next token sees through its
-      windows are stored. An answer of 0 tokens means that no such end exists, or that another request's load is in
-      flight.
-    - A load copies a page if and only if the token after the load sees the page.
-    - A save reads a page only if the window still saw it when the request's settled tokens were last recorded. A save
-      before the forward may also read pages that the window has just left.
+    - An answer covers as many tokens of the usable hit as the stored pages allow: all pages that the next token sees
+      through its windows are stored. An answer of 0 tokens means that the stored pages allow no load, or that another
+      request's load is in flight.
+    - A load copies a page if and only if the token that follows the loaded tokens sees the page.
+    - A save reads a page only if the page was inside the window when the request's settled tokens were last recorded. A
+      save before the forward may also read pages that have just fallen out of the window.
 
     Does not verify: that the log's header has the windows of the model; which blocks vLLM had freed.
     """
@@ -179,7 +179,7 @@ class GroupAgreement(Checker):
         return super().visits() if self.layout.has_windows else []
 
     def begin(self) -> None:
-        """Skip saves before the forward for two steps, because earlier `window.left` events are not known."""
+        """For two steps, check no saves before the forward, because earlier `window.left` events are not known."""
         self._first_known_step = self.lives.num_steps + 2
 
     @on(e.WindowLeft)

@@ -56,11 +56,11 @@ class LastToken(Checker):
 
 
 class AllocMatchesLookup(Checker):
-    """ALLOC_MATCHES_LOOKUP: the scheduler claims at most the offered tokens, in the same life of the request.
+    """ALLOC_MATCHES_LOOKUP: the scheduler claims at most the offered tokens, in the life to which they were offered.
 
-    Verifies: an allocation that claims external tokens follows an answer for the same generation that offered at least
-    as many tokens. No other allocation has claimed that answer, and no preemption or reset has cancelled it. A load
-    reads exactly the claimed tokens, beginning where the answer began. A load is asynchronous if and only if its answer
+    Verifies: before an allocation that claims external tokens, an answer offered at least as many tokens to the same
+    generation. No other allocation has claimed that answer, and no preemption or reset has cancelled it. A load reads
+    exactly the claimed tokens, beginning with the first offered token. A load is asynchronous if and only if its answer
     was asynchronous. From the answer, vLLM decides whether it schedules the request at once or waits for a report.
     Does not verify: whether the answer was right (LOOKUP_PURE); whether the tokens can still be loaded
     (LOADABLE_AFTER_COMMIT).
@@ -114,10 +114,11 @@ class ExternalZeroNoLoad(Checker):
 
     Such an allocation also releases the pending answer.
 
-    Verifies: every load follows an allocation of its request that claimed external tokens. No preemption, next turn of
-    a session, or end came in between. Each allocation causes at most one load.
-    Does not verify: that claimed tokens are loaded (a missing load shows as a divergence); that an answer is used once
-    (ALLOC_MATCHES_LOOKUP).
+    Verifies: every load follows an allocation of its request that claimed external tokens. Between the two, the request
+    was not preempted, did not end, and did not continue with a session's next turn. Each allocation causes at most one
+    load.
+    Does not verify: that claimed tokens are loaded (a missing load shows as a divergence); that an answer is claimed
+    only once (ALLOC_MATCHES_LOOKUP).
     """
 
     rule = "EXTERNAL_ZERO_NO_LOAD"
@@ -145,16 +146,16 @@ class TokenConservation(Checker):
 
     Verifies: of the counts in a log:
 
-    - After an allocation that claimed external tokens, the request's first step starts right after the local and the
-      external tokens. If the local and external tokens are all known tokens, the step computes the last token again
-      (`v1/core/sched/scheduler.py`, _update_waiting_for_remote_kv, 0.32). This is not checked after a rollback, or
-      after a failed load, even a load of another request into shared blocks.
+    - After an allocation that claimed external tokens, the request's first step computes from the first token that is
+      neither local (in vLLM's prefix cache) nor external. If all known tokens are local or external, the step computes
+      the last token again (`v1/core/sched/scheduler.py`, _update_waiting_for_remote_kv, 0.32). This is not checked
+      after a rollback, or after a failed load, even a load of another request into shared blocks.
     - No count of a step or lookup is negative.
     - `prefill.advanced` and `prefill.completed` have the computed and the known tokens that the steps add up to. The
       event is `prefill.completed` if and only if no token remains to compute.
 
-    Does not verify: later steps, because rejected drafts reduce the count without an event; admissions that claimed
-    nothing, because vLLM gives the connector their local tokens rounded to blocks.
+    Does not verify: later steps of the request, because rejected drafts reduce its computed tokens without an event;
+    admissions that claimed nothing, because vLLM gives the connector their local tokens rounded to blocks.
     """
 
     rule = "TOKEN_CONSERVATION"
@@ -283,7 +284,7 @@ class StepSum(Checker):
         self._may_be_hidden = False
 
     def begin(self) -> None:
-        """Read from the model whether a hook failed before the audit's start."""
+        """Read from the audit's model whether a hook failed before the audit's start."""
         self._may_be_hidden = self.lives.has_hook_failed
 
     @on(e.HookFailed)
@@ -310,16 +311,16 @@ class SettledExact(Checker):
 
     - The settled tokens in a step and in `window.left` are the tokens computed before the step, without the tokens in
       flight. This is checked if the log has the tokens in flight, which the engine counts.
-    - With speculative decoding, the settled tokens at a preemption and at an end are also the computed tokens without
-      the tokens in flight.
-    - Without speculative decoding, no row of a step begins after the end of the request's previous row. A preemption or
-      an end that takes blocks has at most as many settled tokens as the steps have scheduled or the last allocation has
-      brought, whichever is more.
+    - With speculative decoding, the settled tokens at a preemption and at a request's end are also the computed tokens
+      without the tokens in flight.
+    - Without speculative decoding, no step counts more tokens as computed than the earlier steps of the request add up
+      to. If a request loses blocks by a preemption or at its end, the event has at most as many settled tokens as the
+      steps have scheduled or the last allocation has brought, whichever is more.
     - A next turn or a rollback keeps at most the tokens that were computed.
 
     Does not verify: how many tokens are in flight and how many drafts were rejected, which only the engine knows; the
-    first row after an allocation (TOKEN_CONSERVATION); an end without settled tokens after a hook failed for the
-    request, because kvledger then gives up the request's blocks.
+    first step after an allocation (TOKEN_CONSERVATION); a request's end that records no settled tokens, if a hook
+    failed for the request, because kvledger then gives up the request's blocks.
     """
 
     rule = "SETTLED_EXACT"
@@ -334,7 +335,7 @@ class SettledExact(Checker):
         model.forgotten.at((e.SessionContinued,), self._admitted)
 
     def begin(self) -> None:
-        """Read from the model whether a hook failed and which allocations were made before the audit's start."""
+        """Read from the audit's model the allocations before the audit's start, and whether a hook had failed."""
         for life in self.lives:
             if self.lives.has_hook_failed:
                 self._may_be_given_up[life.request_id] = True

@@ -144,7 +144,7 @@ def mirror(
 def _of_newest_start(logs: Sequence[LogInStream]) -> Sequence[LogInStream]:
     """Return the logs of the newest engine start. `logs` are in the order in which they were begun.
 
-    These are the last log of a scheduler, the logs of the same engine's workers, and all logs that were begun later.
+    These are the newest log of a scheduler, the logs of the same engine's workers, and all logs that were begun later.
     The later logs belong to a start that failed before its scheduler began a log.
     """
     headers = [{} if log.header is None else log.header.header for log in logs]
@@ -234,9 +234,9 @@ class _LogMirror:
             )
 
     async def _confirmed_end(self) -> int:
-        """Return the stream's sequence number of the last message that the mirror has. Truncate the mirror after it.
+        """Return the stream's sequence number of the message up to which the mirror is known to match the stream.
 
-        0: it is not known whether the mirror matches the stream.
+        Bytes after this message are removed from the mirror. 0: no match is known.
         """
         try:
             note = from_json(read_file(self.directory / _NOTE_NAME), _Note)

@@ -135,7 +135,7 @@ class Shipment:
         Damage stops the shipping of the log. If `is_final` is False, the log may be growing, so there are exceptions:
 
         - An incomplete last frame is only reported to `remark`.
-        - The files are read only if the call before this one found the same end, and only once for each end.
+        - Of several successive calls that find the log unchanged, only the second one reads the files.
         """
         if self.progress.problem:
             return

@@ -150,8 +150,8 @@ async def check_capacity(connection: Connection, configuration: StreamConfig, re
     """Raise `StreamUnavailable` if the records do not fit into a stream that refuses messages when it is full.
 
     nats-server 2.9 does not count its own overhead. If a message just fits, the server accepts it and then drops the
-    stream's oldest message, most likely a log's header block. A shipper must therefore stop earlier. The check keeps a
-    reserve for messages that other shippers send meanwhile.
+    stream's oldest message, most likely a log's header block. A shipper must therefore leave some space free. The check
+    also keeps a reserve for messages that other shippers send meanwhile.
     """
     bound = configuration.max_bytes or -1
     if bound <= 0 or configuration.discard == DiscardPolicy.OLD:

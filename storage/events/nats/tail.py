@@ -1,6 +1,6 @@
 """Read the records of a log on disk from any place on, even while the log is written. Takes no lock, writes nothing.
 
-`LogTail` returns only complete records that continue the record before, which it checks by CRC, sequence number and
+`LogTail` returns only complete records that continue the record before. It checks their CRC, sequence number and
 chain hash. It finds damage with `LogReader`, like ``kvledger verify``. This module must not know the network.
 """
 
@@ -60,7 +60,7 @@ class LogTail:
         """Continue after `last`, a record that is in the stream. None: begin with the first existing segment.
 
         Raises:
-            LogForked: the files have other bytes at the place of `last`, or end before its end.
+            LogForked: the file has other bytes at the place of `last`, or is too short to contain `last`.
         """
         self.last = last
         if last is None:
@@ -145,7 +145,7 @@ class LogTail:
             return end >= data.num_bytes  # Otherwise bytes follow that are not a frame, or not a complete one yet.
 
     def _successor(self) -> Path | None:
-        """Return the segment after the segment of `last`, or None. In an intact log, its name follows from `last`."""
+        """Return the segment after the segment of `last`, or None. In an intact log, `last` determines its name."""
         if self.last is not None:
             expected = self.directory / segment_name(self.last.next_sequence)
             if expected.name != self.last.segment and os.path.lexists(expected):

@@ -43,7 +43,7 @@ def by(touch: Touch, event_class: type[e.Event], difference: int) -> Patch:
 
 @mutant("SETTLED_EXACT", "LMCache#653", scene=Worlds())
 def settled_before_it_is_written(touch: Touch) -> Sequence[Patch]:
-    """The connector counts one token too many as written when a request loses its blocks."""
+    """When a request loses its blocks, the connector counts one token too many as settled."""
 
     def num_written_tokens(original: Any, reader: RequestReader, request: Any, num_computed_tokens: int) -> int:
         written: int = original(reader, request, num_computed_tokens)

@@ -75,7 +75,7 @@ def answers_a_block_less(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def answers_the_last_one(touch: Touch) -> Sequence[Patch]:
-    """The connector answers a lookup that has a hit with the previous lookup's answer, if that answer is smaller."""
+    """If the previous lookup's answer has fewer tokens than the hit, the connector repeats that answer."""
     last: dict[int, tuple[int | None, bool]] = {}
 
     def change(side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
@@ -265,7 +265,7 @@ def failed_load_told_as_save(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#18246", scene=Worlds())
 def report_lost(touch: Touch) -> Sequence[Patch]:
-    """The connector does not record the reports in every fifth output of the workers."""
+    """The connector leaves the reports in every fifth output of the workers out of the log."""
     num_outputs: dict[int, int] = {}
 
     def observe(original: Any, side: SchedulerSide, output: Any) -> None:
@@ -386,7 +386,7 @@ def allocation_not_recorded(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def second_arrival_not_recorded(touch: Touch) -> Sequence[Patch]:
-    """The connector does not record every second request that arrives."""
+    """The connector leaves the arrival of every second request out of the log."""
     num_arrived: dict[int, int] = {}
 
     def arrive(original: Any, side: SchedulerSide, request: Any) -> None:

@@ -32,7 +32,7 @@ DIGESTED = Worlds(connector=(("digests", "all"), ("load_mode", "async")))
 
 @mutant("ALLOC_MATCHES_LOOKUP", "vllm#34616", scene=Worlds())
 def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
-    """The connector computes the claimed tokens from the number of blocks, so it rounds them up to whole blocks."""
+    """The connector rounds the number of claimed tokens up to whole blocks."""
 
     def allocated(event: e.Event, journal: Any) -> e.Event:
         if not isinstance(event, e.BlocksAllocated) or not event.num_external_tokens:
@@ -139,7 +139,7 @@ def loaded_in_another_order(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOAD_DST_EXCLUSIVE", "vllm#45357", "vllm#49250", scene=Walks())
 def loads_into_shared_blocks(touch: Touch) -> Sequence[Patch]:
-    """A load starts at the first block of the table, though other requests share that block."""
+    """A load starts at the first block of the block table, though other requests share that block."""
 
     def load(decision: e.Event, _turn: Any, event: Any) -> e.Event:
         if not isinstance(decision, e.LoadIssued) or decision.block_ids == event.block_ids[: len(decision.block_ids)]:

@@ -205,7 +205,7 @@ def awaited_with_the_loads(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=NOT_DIGESTED)
 def load_not_put_in_order(touch: Touch) -> Sequence[Patch]:
-    """A worker does not order later work on the device after a load."""
+    """A worker does not make later work on the device wait for a load."""
 
     def copy(original: Any, side: WorkerSide, jobs: Any, begin: Any) -> bool:
         if begin != side._begin_load:

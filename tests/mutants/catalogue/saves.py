@@ -67,7 +67,7 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CHUNK_COMPLETE", "LMCache#653", scene=Worlds())
 def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
-    """The connector saves a chunk one token before it is full."""
+    """The connector saves a chunk that still lacks one token."""
     original = saves.save_settled
 
     def save_settled(turn: Any, first: int, num_settled: int) -> None:

@@ -45,7 +45,7 @@ def off_by_one(owner: Any, name: str, mistaken: Callable[..., Any], touch: Touch
 
 @mutant("SRC_BLOCK_OWNED", scene=SHARED_BLOCKS)
 def block_before_the_chunk(touch: Touch) -> Sequence[Patch]:
-    """A chunk is looked up in the block of the token before the chunk."""
+    """A save reads a chunk from the block of the token before the chunk."""
 
     def blocks_of(original: Any, geometry: Any, chunks: Any) -> Any:
         chunks = list(chunks)
@@ -175,7 +175,7 @@ def one_earlier_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=SHARED_BLOCKS)
 def image_of_the_next_block(touch: Touch) -> Sequence[Patch]:
-    """A block that several chunks share is looked up in the slot of the next block's first chunk."""
+    """A load reads a block that several chunks share from the slot of the next block's first chunk."""
 
     def place_of(original: Any, geometry: Any, page: int, num_chunks: int) -> tuple[int, int]:
         chunk, place = original(geometry, page, num_chunks)
@@ -186,7 +186,7 @@ def image_of_the_next_block(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=HybridWorlds())
 def place_one_page_further(touch: Touch) -> Sequence[Patch]:
-    """A page is looked up in the slot of the next page of the same group."""
+    """A load reads each page from the slot of the next page of the same group."""
 
     def place_of(original: Any, geometry: Any, page: int, num_chunks: int) -> tuple[int, int]:
         chunk, place = original(geometry, page, num_chunks)
@@ -210,7 +210,7 @@ def one_whole_chunk_too_few(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CHUNK_COMPLETE", scene=BIG_POOL)
 def tail_from_one_chunk_earlier(touch: Touch) -> Sequence[Patch]:
-    """A tail begins one chunk too early, so it contains the last full chunk."""
+    """A tail begins with the last full chunk instead of after this chunk."""
     return one_whole_chunk_too_few(touch)
 
 
@@ -251,7 +251,7 @@ def window_one_token_shorter(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GROUP_AGREEMENT", scene=HybridWorlds())
 def boundary_one_step_too_early(touch: Touch) -> Sequence[Patch]:
-    """A load that has to end earlier for a sliding window ends one chunk too early."""
+    """If a sliding window makes a load shorter than the hit, the load is one chunk too short."""
 
     def last_boundary(original: Any, windows: Any, num_tokens: int, step: int, is_stored: Any) -> int:
         end: int = original(windows, num_tokens, step, is_stored)
@@ -262,7 +262,7 @@ def boundary_one_step_too_early(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GROUP_AGREEMENT", scene=HybridWorlds())
 def boundary_one_step_too_late(touch: Touch) -> Sequence[Patch]:
-    """A load that has to end earlier for a sliding window ends one chunk too late."""
+    """If a sliding window makes a load shorter than the hit, the load is one chunk too long."""
 
     def last_boundary(original: Any, windows: Any, num_tokens: int, step: int, is_stored: Any) -> int:
         end: int = original(windows, num_tokens, step, is_stored)
@@ -284,7 +284,7 @@ def begun_block_not_looked_at(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SRC_BLOCK_OWNED", scene=SHARED_BLOCKS)
 def blocks_one_place_further(touch: Touch) -> Sequence[Patch]:
-    """Each page is looked up one place too far in the block table."""
+    """A save reads each page from the block one place too far in the block table."""
 
     def blocks_at(original: Any, pages: Any, table: Any) -> tuple[int, ...]:
         return original([min(page + 1, len(table) - 1) for page in pages], table)

@@ -228,7 +228,7 @@ def block_of_another(projections: Projections, ordinal: int) -> int | None:
 
 @mutant("NEW_BLOCK_EXCLUSIVE", "vllm#46595", scene=WITHIN_STEPS)
 def block_of_another_appended(touch: Touch) -> Sequence[Patch]:
-    """A request's table grows by a block that another running request writes to."""
+    """A request's block table grows by a block that another running request writes to."""
 
     def extended(original: Any, reader: StepReader, cached: Any) -> Any:
         changed = []
