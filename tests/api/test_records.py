@@ -240,7 +240,7 @@ def test_the_incident_of_the_readme_is_one_finding_in_every_tool(
     """Three breaches, two of them seen only by the audit, and a decision that comes out otherwise have one cause."""
     report = kvledger.open_log(incident).verify()
     (finding,) = report.findings
-    assert finding.text.startswith("LOOKUP_PURE at event 17, request cmpl-bench-16-0, generation 1: answered 256 tokens")
+    assert finding.text.startswith("LOOKUP_PURE at event 17, request cmpl-bench-16-0, generation 1: answered 256 ")
     assert [re.sub(r":.*", "", text) for text in finding.follows] == [
         "LOOKUP_PURE at event 17",
         "a decision differs at event 17",

@@ -105,8 +105,7 @@ class _Evictions(Visitor[Model]):
 
 
 class _Reasons(Accounts):
-    """Makes rows with the tokens by reason, for each life that ends in the selected part, or is open at the end of this
-    part.
+    """Makes rows with the tokens by reason, for each life that ends in the selected part or is open at its end.
 
     A life's rows count the tokens of the whole life, as far as the log was read.
     """

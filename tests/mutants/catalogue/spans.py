@@ -227,7 +227,8 @@ def one_chunk_too_many_taken_for_whole(touch: Touch) -> Sequence[Patch]:
 # --- windows, and tables of several groups ---------------------------------------------------------------------------
 
 
-@mutant("GROUP_AGREEMENT", scene=HybridWorlds())
+# The answer then also gives the window as the reason for its end, although the log shows every page (LONGEST_HIT).
+@mutant("GROUP_AGREEMENT", scene=HybridWorlds(), beside=["LONGEST_HIT"])
 def window_one_token_longer(touch: Touch) -> Sequence[Patch]:
     """A sliding window counts as one token longer than it is."""
 
