@@ -17,8 +17,8 @@ Why = tuple[str, ...] | str
 """Rules, or the reason why there is none."""
 
 _ENGINE = "only the engine knows the value; nothing else in the log shows it"
-_PEOPLE = "for people who read the log; nothing else in the log depends on it"
-_PASSED_ON = "about a breach that kvledger noticed while serving; the rule RECORDED reports that breach"
+_PEOPLE = "only people read the value; nothing else in the log depends on it"
+_PASSED_ON = "describes a breach or a failed hook that kvledger noticed while serving; RECORDED reports both"
 _KNOWN = ("LEGAL_TRANSITION",)
 _LIFE = ("GEN_ISOLATION",)
 _PROGRESS: Mapping[str, Why] = dict.fromkeys(("num_computed_tokens", "num_tokens"), ("TOKEN_CONSERVATION",))
@@ -28,19 +28,19 @@ _BY_NAME: Mapping[str, Why] = {
     "job_id": ("COMPLETION_ONCE",),
     "cause": ("LEGAL_TRANSITION",),
     "error": _PEOPLE,
-    "time_ns": "from a clock: only the order of times can be checked; LIVENESS uses it to find overdue reports",
+    "time_ns": "a clock gives the value; nothing else in the log shows it. LIVENESS and LONGEST_HIT rely on such times",
     **dict.fromkeys(
         ("extension", "name", "extension_version", "payload"),
-        "only the code of the extension can check it, with rules of its own",
+        "only rules of the extension itself can check the value",
     ),
 }
 """Field → its rules or reason, in events that have no entry of their own for it."""
 _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
     "request.arrived": {
         "num_prompt_tokens": _ENGINE,
-        "trace_parent": "from the request's caller, for exports; nothing in the log depends on it",
-        "skips_prefix_cache": "from the client, for the reasons of `why`; if set, vLLM claims no offered tokens",
-        "is_salted": "from the client, for the reasons of `why`; chunk keys, which rules compare, contain the salt",
+        "trace_parent": "the request's caller gives the value for exports; nothing else in the log depends on it",
+        "skips_prefix_cache": "the client decides this, and `kvledger why` uses it; if true, vLLM claims no tokens",
+        "is_salted": "the client decides this, and `kvledger why` uses it; chunk keys cover the salt itself",
     },
     "chunk.keys_observed": {
         "first_chunk": ("LONGEST_HIT",),
@@ -54,7 +54,7 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "block_ids": ("TABLE_EQ", "SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE", "LOAD_DST_EXCLUSIVE"),
         "num_external_tokens": ("ALLOC_MATCHES_LOOKUP", "EXTERNAL_ZERO_NO_LOAD", "TOKEN_CONSERVATION"),
     },
-    "blocks.observed": {"block_ids": "the scheduler's own block table; TABLE_EQ reports that the event was needed"},
+    "blocks.observed": {"block_ids": "only the scheduler knows its block table; TABLE_EQ reports every such event"},
     "request.preempted": {
         "num_settled_tokens": ("CHUNK_COMPLETE", "SETTLED_EXACT"),
         "num_tokens": ("RESUME_COVERS_OUTPUT",),
@@ -89,10 +89,10 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "job_ids": ("COMPLETION_ONCE",),
         "ranks_done": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
         "ranks_failed": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
-        "is_repeated": "allows a rank's second report; no rule checks that the rank was asked to report again",
+        "is_repeated": "if true, ranks may report a job twice; no rule checks that they were asked to report it again",
         "num_bytes": "measured by the workers; nothing else in the log shows it",
         "duration_ns": "measured by the workers; nothing else in the log shows it",
-        "withheld": "why the connector reports instead of the workers; only the connector knows it",
+        "withheld": "says why the connector reports instead of the workers; only the connector knows the reason",
         "moments": ("COPY_IN_TIME",),
     },
     "step.reported": {
@@ -167,26 +167,35 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
     "window.left": dict.fromkeys(("num_settled_tokens", "num_in_flight_tokens"), ("SETTLED_EXACT",)),
     "effects.delivered": {
         **dict.fromkeys(("job_ids", "awaited", "block_ids", "failed", "sent", "received"), ("DELIVERED_ONCE",)),
-        "reported": "the ends that the workers reported to vLLM; only the engine knows them",
+        "reported": "names lives whose ends the workers reported to vLLM; only the engine knows these ends",
     },
     "load.refused": {
-        "request_id": "from the connector, which does not load the tokens that vLLM claimed",
+        "request_id": "names the request whose claimed tokens are not loaded; only the connector knows it",
         "block_ids": ("DELIVERED_ONCE",),
     },
     "decision.withheld": {
-        **dict.fromkeys(("request_id", "rule", "detail"), "about a decision that the connector did not carry out"),
+        **dict.fromkeys(
+            ("request_id", "rule", "detail"),
+            "tells which decision was not carried out, and why; only the connector knows this",
+        ),
     },
     "hooks.exchanged": {
         **dict.fromkeys(e.field_names(e.HooksExchanged), ("TOLD_AS_DECIDED",)),
         "differences": "each difference is itself a violation of TOLD_AS_DECIDED",
     },
-    "end.refused": dict.fromkeys(("request_id", "ordinal", "field"), "about an end that another connector reported"),
+    "end.refused": dict.fromkeys(
+        ("request_id", "ordinal", "field"),
+        "tells which end another connector reported; nothing else in the log shows this end",
+    ),
     "extension.decided": {
         "request_id": _KNOWN,
         **dict.fromkeys(("ordinal", "generation"), "no projection of the core uses these fields"),
     },
     "pages.digested": {
-        **dict.fromkeys(("request_id", "ordinal", "generation"), "from the connector: the life whose pages are copied"),
+        **dict.fromkeys(
+            ("request_id", "ordinal", "generation"),
+            "names the life whose pages are copied; only the connector knows it",
+        ),
         **dict.fromkeys(
             ("rank", "is_load", "group", "first_block"),
             "selects the bytes that are compared; a wrong value selects other bytes, or none",
@@ -194,7 +203,10 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         **dict.fromkeys(("digests", "stored"), ("BYTES_UNCHANGED",)),
     },
     "extension.stopped": {
-        **dict.fromkeys(("extension", "extension_version"), "names the code that raised, which may have changed since"),
+        **dict.fromkeys(
+            ("extension", "extension_version"),
+            "names the extension that raised; its code may have changed since",
+        ),
         **dict.fromkeys(("where", "error"), _PEOPLE),
     },
 }

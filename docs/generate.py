@@ -303,14 +303,14 @@ def configuration_page() -> list[str]:
     lines += prose(
         """
         vLLM finds the connector through kvledger's plugin. If you set `VLLM_PLUGINS` without `kvledger`, add
-        `"kv_connector_module_path": "kvledger.adapters.vllm"`. You can add this key in any case.
+        `"kv_connector_module_path": "kvledger.adapters.vllm"`. You can add this key even if vLLM finds the plugin.
 
-        `kv_load_failure_policy` is another key of vLLM in this object. With `recompute`, vLLM computes the tokens of a
-        failed load. With `fail`, vLLM's default, the request fails. [Operating](operating.md#start) describes what
+        `kv_load_failure_policy` is a key of vLLM in the same JSON object. With `recompute`, vLLM computes the tokens of
+        a failed load. With `fail`, vLLM's default, the request fails. [Operating](operating.md#start) describes what
         async scheduling changes.
 
-        kvledger's own keys go into `kv_connector_extra_config`. Before the engine starts, kvledger refuses an unknown
-        key, a size that cannot work and a handler that cannot be imported, with the figures and the remedy.
+        kvledger's own keys go into `kv_connector_extra_config`. An unknown key, a size that cannot work, or a handler
+        that cannot be imported stops the start. The error has the figures and the remedy.
         """
     )
     body = [[f"`{key}`", TYPES[annotations[key]], f"`{json.dumps(default_of(key))}`", texts[key]] for key in names]
@@ -324,7 +324,7 @@ def configuration_page() -> list[str]:
 
 LIVE_ONLY = {
     "HANDLER_RAISED": "a state handler does not raise.",
-    "HANDLER_CONTRACT": "a state handler makes only allowed decisions: legal, well typed, about the handler's request.",
+    "HANDLER_CONTRACT": "a state handler makes only decisions that are legal, well typed and about its own request.",
     "VLLM_CONTRACT": "vLLM gets only answers and jobs that it can use, whatever a handler decided.",
 }
 """Rule without a checker → what it demands."""
@@ -347,14 +347,14 @@ def invariants_page() -> list[str]:
     lines = heading("Invariants", "lifecycle/rules.py, lifecycle/audit/ and the code that guards the rules")
     lines += prose(
         """
-        A rule has one name everywhere: in code, in logs and in the output of `kvledger verify`.
+        A rule has the same name in the code, in logs and in the output of `kvledger verify`.
 
         ## Guarded while serving
 
-        kvledger records a breach of these rules as `invariant.violated`. It records a differing block table as
-        `blocks.observed`, with the block table of the scheduler. If a request cannot continue safely, kvledger
-        quarantines it. The request then gets no hits and no saves, and computes its tokens. No exception of kvledger
-        reaches vLLM.
+        While serving, kvledger records a breach of these rules as `invariant.violated`. If the block table that is
+        computed from the log differs from the scheduler's, kvledger instead records the scheduler's table as
+        `blocks.observed`, and continues with that table. If a request cannot continue safely, kvledger quarantines it.
+        The request then gets no hits and no saves, and computes its tokens. No exception of kvledger reaches vLLM.
         """
     )
     body = [[f"`{rule.value}`", demands[rule.value], ", ".join(guarded_in[rule.name])] for rule in rules.Rule]
@@ -387,11 +387,11 @@ def invariants_page() -> list[str]:
         not find all wrong values, only those that something else in the log contradicts. Most wrong values of these
         fields pass unless something else in the log depends on them:
 
-        - numbers of settled tokens, including the numbers in `window.left`
-        - numbers of tokens that a request keeps at a rollback or at a session's next turn
+        - the fields with numbers of settled tokens, including those of `window.left`
+        - the fields with the number of tokens that a request keeps at a rollback or at a session's next turn
         - the token counts of `request.preempted` and `request.finished`
-        - the blocks that a step or an allocation gives to a request that saves and loads nothing
-        - keys that no request looks up
+        - the blocks that a step or an allocation gives to a request, if the request saves and loads nothing
+        - chunk keys that no request looks up
 
         No rule finds a wrong choice of declined chunks, a wrong choice of free slots for a save, or a synchronous save
         that could be asynchronous. `kvledger verify` finds these only because it makes the decision again.
@@ -420,16 +420,16 @@ def mutants_page() -> list[str]:
     lines += prose(
         """
         A mutant is kvledger's connector with one known bug. vLLM's real scheduler drives most mutants, with a simulated
-        worker (`adapters/lab/simulation/`). A random walk of the core drives a mutant if only the walk reaches the bug,
-        or reaches it sooner. The walk has several ranks, next turns of a session, and allocations that claim less than
-        was offered. Then the audit of `kvledger verify` reads the log. The bug is switched on in the audit, too,
-        because in production the same version writes and verifies a log.
+        worker (`adapters/lab/simulation/`). A walk, which is a random sequence of events in the core alone, drives a
+        mutant if only the walk reaches the bug, or reaches it sooner. The walk has several ranks, next turns of a
+        session, and allocations that claim less than was offered. Then the audit of `kvledger verify` reads the log.
+        The bug is switched on in the audit, too, because in production the same version writes and verifies a log.
 
-        A difference is a change that the bug makes in the log, or only in the connector's state. A seed counts as
-        *found* if the rule in the first column was broken first, and the same event broke no other rule. The column
-        *found* compares these seeds with the seeds that have a difference. In the remaining seeds, the log ended before
-        any rule was broken, or the bug broke another rule first or with the same event. *Events* counts the events from
-        the first difference to the violation, both included.
+        Each seed leads to one log. A difference is a change that the bug makes in the log, or only in the connector's
+        state. A bug counts as *found* in a log if the rule in the first column was broken first, and the same event
+        broke no other rule. "9 of 10" in the column *found* means: in 10 logs the bug made a difference, and in 9 of
+        these it was found. Each remaining log ended before any rule was broken, or the bug broke another rule first or
+        with the same event. *Events* counts the events from the first difference to the violation, both included.
 
             make mutants SEEDS=100                        every mutant, on 100 seeds each
             make mutants RULE=HIT_PINNED SEED=3           one log, with marks where the bug acted and where it was found
@@ -460,9 +460,9 @@ def mutants_page() -> list[str]:
         """
         ## Bugs of recorded connectors
 
-        The rules for [a recorder's log](recording.md), each with what a connector must do and the incidents in which a
-        connector did not do it. [`tests/adapters/recorder`](../tests/adapters/recorder) has bugs that vLLM's own
-        connectors have, and bugs that a test adds to these connectors.
+        The rules for [a recorder's log](recording.md), each with the obligation that the rule tests and the public
+        issues in which a connector broke the obligation. [`tests/adapters/recorder`](../tests/adapters/recorder) has
+        bugs that vLLM's own connectors have, and bugs that a test adds to these connectors.
         """
     )
     lines += rows(
@@ -478,8 +478,8 @@ def mutants_page() -> list[str]:
         """
         ## Without a bug
 
-        Logs of the unchanged connector. Each seed chooses faults around the connector: failing copies, lost, late and
-        repeated reports, aborts, resets, full disks, restarts.
+        The audit read logs of the connector without a bug. Each seed chooses faults around the connector: failing
+        copies, lost, late and repeated reports, aborts, resets, full disks, restarts.
         """
     )
     figures = ("num_seeds", "num_logs", "num_events", "num_rules", "num_alarms")
@@ -533,11 +533,11 @@ def obligation_section(obligation: obligations.Obligation) -> list[str]:
     hooks = ", ".join(f"`{hook}`" for hook in obligation.hook.split(", "))
     lines += [f"- Hook: {obligation.hook if obligation.hook == 'every hook' else hooks} ({obligation.side})"]
     lines += [f"- Source: {'; '.join(obligation.source)}"]
-    lines += [f"- Can be seen: {obligation.seen.value}. Tested by: {tested_by(obligation)}"]
+    lines += [f"- How a breach can be seen: {obligation.seen.value}. Tested by: {tested_by(obligation)}"]
     if obligation.scenarios:
         lines += [f"- Tested only in these scenarios: {'; '.join(obligation.scenarios)}"]
     if obligation.limit:
-        lines += [f"- Not seen: {obligation.limit}"]
+        lines += [f"- Limit: {obligation.limit}"]
     if obligation.incidents:
         lines += [f"- Broken in {', '.join(issue(name) for name in obligation.incidents)}"]
     return [*lines, ""]
@@ -557,15 +557,15 @@ def metrics_page() -> list[str]:
     shortest, longest = (bound / 1e9 for bound in (DURATION_BOUNDS_NS[0], DURATION_BOUNDS_NS[-1]))
     lines = heading("Metrics", "adapters/vllm/metric_names.py")
     lines += prose(
-        "vLLM's `/metrics` has these metrics, with vLLM's own labels `model_name` and `engine`. They begin at 0. "
-        "[Monitoring](monitoring.md) has the alerts."
+        "vLLM's `/metrics` has these metrics, with vLLM's own labels `model_name` and `engine`. Every metric except "
+        "`info` begins at 0. [Monitoring](monitoring.md) describes alerts on these metrics."
     )
     gauges = {**GAUGES, "": INFO}
     kinds = {"Counters": (COUNTERS, "_total"), "Gauges": (gauges, ""), "Histograms": (HISTOGRAMS, "")}
     for title, (metrics, suffix) in kinds.items():
         body = [[f"`{PREFIX}{name}{suffix}`", meaning] for name, meaning in metrics.values()]
         lines += [f"## {title}", "", *rows(("metric", "meaning"), body)]
-    lines += [f"The histograms' buckets have upper bounds from {shortest:g} to {longest:g} s.", "", "## Labels", ""]
+    lines += [f"The histograms' buckets have upper bounds between {shortest:g} and {longest:g} s.", "", "## Labels", ""]
     missed, recomputed, extensions = (f"`{COUNTERS[name][0]}_total`" for name in (MISSED, RECOMPUTED, BY_EXTENSION))
     lines += prose(
         f"{extensions} has the additional label `{LABELS[BY_EXTENSION]}`, and one series for each "
@@ -574,20 +574,21 @@ def metrics_page() -> list[str]:
         "that is not configured has the value `auto` if its default depends on the machine or the model."
     )
     lines += prose(
-        f"{missed} and {recomputed} have the additional label `{LABELS[MISSED]}`: the reason why the connector's "
-        "answer left the tokens to compute, as known when the request is admitted. `kvledger stats` divides the reason "
-        "`missing` further, into tokens that no request had computed before, and tokens that were evicted, lost to a "
-        "reset, or never saved ([reasons](reasons.md))."
+        f"{missed} and {recomputed} have the additional label `{LABELS[MISSED]}`: the reason why vLLM had to "
+        "compute the tokens, as far as kvledger knows it when the request is admitted. `kvledger stats` divides the "
+        "reason `missing` further, into tokens that no request had computed before, and tokens that were evicted, lost "
+        "to a reset, or never saved ([reasons](reasons.md))."
     )
     return lines + prose(
-        "A reason is a [`miss_reason`](events.md#why-a-hit-ends) or one of these:\n\n"
-        f"- `{NOT_OFFERED}`: the tokens were in the host pool, but another load was in flight, or the prefix in "
-        "vLLM's own cache ended within a block.\n"
-        f"- `{NOT_LOADED}`: the connector offered the tokens, but vLLM did not claim them. Recomputed tokens "
-        "are also counted here if their load failed.\n"
-        f"- `{NO_LOOKUP}`, only for recomputed tokens: vLLM allocated their blocks without a lookup.\n\n"
-        "While the log cannot be written, vLLM gets no hits, and these two metrics count no requests. "
-        "`log_waiting_events` is then above 0. A load that fails within a step counts as a hit and in `failed_loads`."
+        "The label `reason` has a value of [`miss_reason`](events.md#why-a-hit-ends) or one of these values:\n\n"
+        f"- `{NOT_OFFERED}`: the tokens were in the host pool, but kvledger did not offer them, because another "
+        "request's load was in flight, or because the prefix in vLLM's own prefix cache ended within a block.\n"
+        f"- `{NOT_LOADED}`: kvledger offered the tokens, but vLLM did not claim them. Recomputed tokens "
+        "whose load failed have this reason too.\n"
+        f"- `{NO_LOOKUP}`, only for recomputed tokens: vLLM allocated the blocks of these tokens without a lookup.\n\n"
+        "While the event log cannot be written, vLLM gets no hits, and `missed_tokens_total` and "
+        "`recomputed_tokens_total` do not grow. `log_waiting_events` is then above 0. If a load within a step fails, "
+        "`hit_tokens_total` counts the load's tokens, and `failed_loads_total` counts the load."
     )
 
 
@@ -628,7 +629,8 @@ def help_of(*command: str) -> str:
 TABLES_INTRODUCTION = """
 [`kvledger tables`](export.md#tables) writes these tables. `Log.to_arrow` and `Log.to_pandas` return them. Columns whose
 names end in `_ns` are times in nanoseconds since the log was opened, or durations in nanoseconds. Columns whose names
-end in `_bytes` are bytes. Other numbers are counts or ids. Join tables on (`start`, `ordinal`).
+end in `_bytes` are numbers of bytes. Other numbers are counts, ids or positions. To join two tables, use the columns
+`start` and `ordinal`.
 """
 
 
@@ -638,7 +640,7 @@ def tables_page() -> list[str]:
     lines += ["## In every table", "", *column_rows(COMMON)]
     for each in TABLES.values():
         lines += [f"## `{each.name}`", "", each.meaning, "", *column_rows(each.columns)]
-    lines += [f"A Parquet file's metadata has the table's name and the version of this schema ({SCHEMA_VERSION})."]
+    lines += [f"The metadata of a Parquet file has the table's name and the version of this schema ({SCHEMA_VERSION})."]
     return lines
 
 

@@ -1,9 +1,10 @@
 """The events that a log can contain.
 
 An *observation* is what the connector saw: a hook call of vLLM or the report of a worker. A *decision* is what kvledger
-did because of an observation; its `cause` is the sequence number of that observation. Decisions depend on nothing but
-the observations, so a replay can make them again with today's code. An observation about a request names its id, and is
-about the current life of that id. A decision about a request also names the ordinal of the life.
+did because of an observation. The decision's field `cause` is the sequence number of this observation. Decisions depend
+on nothing but the observations, so a replay can make the decisions again with today's code. An observation about a
+request names the request's id, and is about the current life of this id. A decision about a request also names the
+ordinal of the life.
 
 Rules for this file
   1. An event has plain values: ints, strings, bytes, booleans and tuples of them. It refers to no object of vLLM.
@@ -78,8 +79,9 @@ class RequestEvent(Event, frozen=True):
 class RequestDecision(RequestEvent, frozen=True):
     """A decision about one life of a request.
 
-    A request id may be used again, but an ordinal is unique in its log. The generation counts how often the life has
-    lost computed tokens. A decision that settles a job has the same generation as the decision that issued the job.
+    A request id may be used again, but an ordinal is unique in its log. The generation counts how often the life was
+    preempted, rolled back to 0 tokens, or continued with a session's next turn. A decision that settles a job has the
+    same generation as the decision that issued the job.
     """
 
     ordinal: Ordinal
@@ -162,8 +164,8 @@ def decision(
 class RequestArrived(RequestEvent, frozen=True, tag=0):
     """vLLM accepted a request (`on_new_request`). `ordinal` is the number of this life of the request id in the log.
 
-    `trace_parent` is the caller's span in a distributed trace: 16 bytes of trace id and 8 bytes of span id. It is empty
-    if the request belongs to no trace. `skips_prefix_cache`: whether vLLM uses no cached tokens for the request
+    `trace_parent` is the caller's span in a distributed trace: 16 bytes of trace id and 8 bytes of span id; empty if
+    the request belongs to no trace. `skips_prefix_cache`: whether vLLM uses no cached tokens for the request
     (`Request.skip_reading_prefix_cache`), for example because the request asks for log probabilities of the prompt.
     `is_salted`: whether the request has a `cache_salt`. A request with a salt shares no chunk key with a request that
     has another salt or no salt.
@@ -181,10 +183,10 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
 class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
     """The keys of the request's chunks from `first_chunk` on. They replace all known keys from `first_chunk` on.
 
-    Audits check the keys with `hash_prefixes`: for each chunk, the first 4 bytes of vLLM's hash
-    (`Request.block_hashes`) of the last block that ends within the chunk or before it; zeros if there is no such block.
-    `hash_prefixes` is empty if it was not recorded. `are_block_hashes`: whether each key must be a truncated copy of
-    this vLLM hash. If not, each key must differ from this hash, because the key covers more.
+    `hash_prefixes` has 4 bytes for each chunk, with which audits check the chunk's key: the first bytes of vLLM's hash
+    (`Request.block_hashes`) of the last block that does not extend beyond the chunk. The 4 bytes are zeros if vLLM has
+    no such hash. `hash_prefixes` is empty if it was not recorded. `are_block_hashes`: whether each key must be a
+    truncated copy of this vLLM hash. If not, each key must differ from this hash, because the key covers more.
     """
 
     first_chunk: ChunkNumber
@@ -197,7 +199,8 @@ class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
 class LookupRequested(RequestEvent, frozen=True, tag=2):
     """The scheduler asks how many tokens can be loaded (`get_num_new_matched_tokens`).
 
-    `num_computed_tokens` is the hit of vLLM's own prefix cache in this call. `num_tokens` counts prompt and output.
+    `num_computed_tokens` is the number of tokens that vLLM found in its own prefix cache. `num_tokens` counts prompt
+    and output.
     """
 
     num_computed_tokens: NumTokens
@@ -219,7 +222,7 @@ class BlocksAllocated(RequestEvent, frozen=True, tag=3):
 
 @observation("blocks.observed")
 class BlockTableObserved(RequestEvent, frozen=True, tag=4):
-    """The scheduler's block table of the request. Recorded only if it differs from the table computed from the log."""
+    """The scheduler's block table of the request, if this table differs from the block table computed from the log."""
 
     block_ids: tuple[BlockId, ...]
     time_ns: TimeNs
@@ -229,8 +232,9 @@ class BlockTableObserved(RequestEvent, frozen=True, tag=4):
 class RequestPreempted(RequestEvent, frozen=True, tag=5):
     """vLLM preempted the request and freed its blocks.
 
-    At that time, the KV of the first `num_settled_tokens` tokens was certainly in the blocks. `num_tokens` counts
-    prompt and output. `blocks_zeroed`: whether vLLM may zero the blocks before they can be copied.
+    When vLLM preempted the request, the KV of the first `num_settled_tokens` tokens was certainly in the blocks.
+    `num_tokens` counts prompt and output. `blocks_zeroed`: whether vLLM may zero the blocks before kvledger can copy
+    them.
     """
 
     num_settled_tokens: NumTokens
@@ -238,7 +242,7 @@ class RequestPreempted(RequestEvent, frozen=True, tag=5):
     time_ns: TimeNs
     blocks_zeroed: bool = False
     num_in_flight_tokens: NumTokens = NOT_RECORDED
-    """Computed tokens of steps whose output the engine had not processed yet."""
+    """The request's tokens in steps that were in flight when vLLM preempted the request."""
 
 
 @observation("session.continued", variants=("num_computed_tokens", "part", "all"))
@@ -266,7 +270,7 @@ class TokensRolledBack(RequestEvent, frozen=True, tag=7):
 class RequestFinished(RequestEvent, frozen=True, tag=8):
     """vLLM will not schedule the request again (`request_finished`). `status` is vLLM's name for how the request ended.
 
-    `blocks_zeroed`: whether vLLM may zero the request's blocks before they can be copied.
+    `blocks_zeroed`: whether vLLM may zero the request's blocks before kvledger can copy them.
     """
 
     status: str
@@ -275,9 +279,10 @@ class RequestFinished(RequestEvent, frozen=True, tag=8):
     time_ns: TimeNs
     blocks_zeroed: bool = False
     num_in_flight_tokens: NumTokens = NOT_RECORDED
-    """Computed tokens of steps whose output the engine had not processed yet."""
+    """The request's tokens in steps that were in flight when the request ended."""
     num_computed_tokens: NumTokens = NOT_RECORDED
-    """Computed tokens as vLLM counts them. The log's steps computed more if drafts were rejected or a load failed."""
+    """The request's computed tokens, as vLLM counts them. The steps in the log add up to more tokens if drafts were
+    rejected or a load failed."""
 
 
 # --- Observations: the engine ------------------------------------------------------------------
@@ -290,23 +295,22 @@ class SettledTokens(NamedTuple):
     first_chunk: ChunkNumber
     """The first chunk that may need a save. Chunks with lower numbers were already saved or declined."""
     num_settled_tokens: NumTokens
-    """Tokens of steps whose output vLLM has processed. If no group has a window, tokens of chunks without a known key
-    do not count."""
+    """The request's settled tokens. If no group has a window, tokens of chunks without a known key do not count."""
     num_in_flight_tokens: NumTokens = NOT_RECORDED
-    """Computed tokens of steps whose output vLLM has not processed yet."""
+    """The request's tokens in steps in flight."""
 
 
 @observation("step.scheduled")
 class StepScheduled(Event, frozen=True, tag=9):
-    """One engine step (`build_connector_meta`), written as its difference from the expected step.
+    """One engine step (`build_connector_meta`). The event has only the differences from the expected step.
 
-    A *steady* request decoded one token in its last step and is expected to decode one more. A step takes a few bytes
-    if each of its requests is steady and decodes one token.
+    A *steady* request decoded one token in its last step and is expected to decode one more. The event takes a few
+    bytes if each request of the step is steady and decodes one token.
     """
 
     step: Step
     num_scheduled_tokens: NumTokens
-    """Tokens of all requests in the step."""
+    """Number of tokens that the step schedules, added up over all requests."""
     advanced: tuple[tuple[Ordinal, NumTokens, NumTokens, NumTokens], ...]
     """(ordinal, computed tokens before the step, scheduled tokens, known tokens) of every request in the step, except
     steady requests that decode one token."""
@@ -347,10 +351,11 @@ class TransferReported(Event, frozen=True, tag=10):
     duration_ns: DurationNs
     error: str
     withheld: str
-    """Why the connector itself reports the job, one of `Withheld`; empty if the workers reported."""
+    """Why the connector itself reports the jobs as failed, one of `Withheld`; empty if ranks reported the jobs."""
     time_ns: TimeNs
     moments: tuple[Int64, ...] = ()
-    """When these ranks began and ended the copy (`CopyMoments.as_fields`); empty if this was not recorded."""
+    """When the ranks of this event began and ended the copy (`CopyMoments.as_fields`); empty if this was not
+    recorded."""
 
     @classmethod
     def by(cls, ranks: Iterable[int], job_id: int, time_ns: int, *, error: str = "") -> TransferReported:
@@ -400,15 +405,16 @@ class MissReason(enum.StrEnum):
     COMPLETE = "complete"
     """Every whole chunk of the request's tokens is in the host pool."""
     MISSING = "missing"
-    """The next chunk is not in the host pool. The log shows whether that chunk was ever saved, and why it left."""
+    """The chunk after the hit is not in the host pool. The log shows whether this chunk was ever saved, and why it was
+    removed."""
     SAVING = "saving"
-    """The first missing chunk is being saved."""
+    """The chunk after the hit is not in the host pool yet. A save of this chunk is in flight."""
     WINDOW = "window"
-    """At every later place where a load could end, a sliding window needs a page that was not saved."""
+    """More tokens are in the host pool, but a longer load would lack a page that a sliding window reads."""
     SLOWER = "slower"
     """According to measurements while serving, loading the tokens takes longer than computing them."""
     LOAD_FAILED = "load_failed"
-    """The request's last load failed. It must compute tokens before it is offered another load."""
+    """A load of the request failed. The request must compute tokens before kvledger offers it another load."""
     QUARANTINED = "quarantined"
     """The request is quarantined."""
     RECORDED = "recorded"
@@ -417,17 +423,17 @@ class MissReason(enum.StrEnum):
 
 @decision("lookup.answered")
 class LookupAnswered(RequestDecision, frozen=True, tag=14):
-    """The answer to a lookup, and everything that it was computed from."""
+    """The answer to a lookup, with the numbers of tokens from which kvledger computed the answer."""
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
     num_hit_tokens: Int64
     num_external_tokens: Int64
     is_async: bool
-    """Whether the load is asynchronous, so that the request is in no step until the load is over. If not, the request's
-    next step waits for the load."""
+    """Whether the offered load is asynchronous, so that the request is in no step until the load is over. If not, the
+    request's next step waits for the load."""
     miss_reason: str
-    """Why the hit has no more tokens; one of `MissReason`."""
+    """Why the hit does not include further tokens; one of `MissReason`."""
     cause: Sequence
 
 
@@ -450,9 +456,10 @@ class LookupDeferred(RequestDecision, frozen=True, tag=15):
 
 @decision("load.issued")
 class LoadIssued(RequestDecision, frozen=True, tag=16):
-    """Host slots are copied into the request's blocks, page by page, before the step's forward pass.
+    """Pages are copied from host slots to the request's blocks: from `slots[i]` to `block_ids[i]`.
 
-    With `is_async` the copy runs outside of the steps, and the request is in no step until the copy is settled.
+    Without `is_async`, the copy precedes the step's forward pass. With `is_async`, the copy runs outside of the steps,
+    and the request is in no step until the copy is settled.
     """
 
     job_id: JobId
@@ -466,7 +473,7 @@ class LoadIssued(RequestDecision, frozen=True, tag=16):
 
 @decision("load.completed")
 class LoadCompleted(RequestDecision, frozen=True, tag=17):
-    """Every rank has loaded the pages."""
+    """Every rank has loaded its part of the job's pages."""
 
     job_id: JobId
     cause: Sequence
@@ -492,8 +499,9 @@ class LoadFailed(RequestDecision, frozen=True, tag=18):
 class SaveIssued(RequestDecision, frozen=True, tag=19):
     """Pages are copied from blocks to host slots: from `block_ids[i]` to `slots[i]`.
 
-    With `before_forward` the blocks are already free, so the copy precedes the step's forward pass. With `is_async` the
-    copy may outlast the step. The request then keeps the blocks until the copy is done or a step waits for the copy.
+    With `before_forward`, vLLM has already freed some of these blocks, so the copy precedes the step's forward pass.
+    With `is_async`, the copy may outlast the step. The request then keeps the blocks until the copy is done or a step
+    waits for the copy.
     """
 
     job_id: JobId
@@ -510,7 +518,7 @@ class TailSaveIssued(RequestDecision, frozen=True, tag=20):
     """The tail of a preempted request is copied to host slots before the step's forward pass.
 
     The tail begins at `first_token`, where the whole chunks end, and has `num_tokens` tokens. Only this life may load
-    it. `generation` is the generation that computed the tail.
+    the tail. `generation` is the generation that computed the tail.
     """
 
     job_id: JobId
@@ -523,7 +531,11 @@ class TailSaveIssued(RequestDecision, frozen=True, tag=20):
 
 @decision("save.completed")
 class SaveCompleted(RequestDecision, frozen=True, tag=21):
-    """Every rank has saved its part of the pages. From now on, lookups find the chunks of the job."""
+    """Every rank has saved its part of the job's pages.
+
+    From now on, lookups find the job's chunks, and lookups of the same request find its tail. If the cache was reset
+    while the save was in flight, the saved pages are discarded.
+    """
 
     job_id: JobId
     cause: Sequence
@@ -534,7 +546,7 @@ class SaveFailed(RequestDecision, frozen=True, tag=22):
     """A save failed.
 
     `quiet`: whether no rank writes the save's slots any more, so that the slots are free again. If not, kvledger gave
-    up the save before every rank had reported it. The slots are then free when every rank has reported.
+    up the save before every rank had reported it. The slots become free when every rank has reported the save.
     """
 
     job_id: JobId
@@ -549,7 +561,10 @@ UNFILLED = "unfilled"
 
 @decision("save.declined")
 class SaveDeclined(RequestDecision, frozen=True, tag=23):
-    """Settled chunks were not saved. `reason`: `pool_full`, or `unfilled` (a load into the request's blocks failed)."""
+    """kvledger decided not to save some settled chunks.
+
+    `reason`: `pool_full`, or `unfilled` (a load into the request's blocks failed).
+    """
 
     first_chunk: ChunkNumber
     num_chunks: ChunkNumber
@@ -561,8 +576,8 @@ class SaveDeclined(RequestDecision, frozen=True, tag=23):
 class TransferAwaited(RequestDecision, frozen=True, tag=24):
     """Workers are reminded of a job in flight, and the next step waits for the job.
 
-    `before_forward`: whether the reason is that the step may overwrite the job's blocks. Otherwise, the reason is that
-    a rank has not reported the job for too long, and all ranks report the job again.
+    `before_forward`: whether the reason is that the step may overwrite the job's blocks. If not, the reason is that a
+    rank has not reported the job in time; all ranks then report the job again.
     """
 
     job_id: JobId
@@ -603,7 +618,7 @@ class ChunksTainted(Event, frozen=True, tag=27):
 
 @decision("prefill.advanced")
 class PrefillAdvanced(RequestDecision, frozen=True, tag=28):
-    """Some of the request's known tokens are computed or in flight. The others wait for a later step."""
+    """Some of the request's known tokens are computed or in a step in flight. The others wait for a later step."""
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
@@ -612,7 +627,7 @@ class PrefillAdvanced(RequestDecision, frozen=True, tag=28):
 
 @decision("prefill.completed")
 class PrefillCompleted(RequestDecision, frozen=True, tag=29):
-    """Every known token of the request is computed or in flight."""
+    """Every known token of the request is computed or in a step in flight."""
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
@@ -636,7 +651,7 @@ class RequestQuarantined(RequestDecision, frozen=True, tag=31):
 
 @decision("invariant.violated")
 class InvariantViolated(Event, frozen=True, tag=32):
-    """A rule was broken; `rule` is its name in `docs/invariants.md`."""
+    """A rule was broken. `rule` is the rule's name in `docs/invariants.md`."""
 
     rule: str
     request_id: str
@@ -650,7 +665,7 @@ class InvariantViolated(Event, frozen=True, tag=32):
 
 @observation("log.note")
 class LogNote(Event, frozen=True, tag=33):
-    """A note for people who read the log, such as a start, a shutdown or lost events."""
+    """A note for people who read the log, for example about a start, a shutdown or lost events."""
 
     text: str
     time_ns: TimeNs
@@ -668,15 +683,15 @@ LOG_BEFORE = "the log before, "
 class WindowLeft(RequestEvent, frozen=True, tag=34):
     """vLLM frees blocks that the request's sliding windows have moved past.
 
-    The event is recorded before a step or the request's end, and only if the request was in the previous step. Until
-    this event, vLLM had freed only the blocks that no window saw after `num_settled_tokens` settled tokens. The blocks
-    that vLLM frees now are intact until the step's forward pass.
+    The event is recorded before a step or the request's end, and only if the request was in the previous step. Before
+    this event, vLLM had freed only the blocks outside the windows of a request with `num_settled_tokens` settled
+    tokens. The blocks that vLLM frees now keep their contents until the step's forward pass.
     """
 
     num_settled_tokens: NumTokens
     time_ns: TimeNs
     num_in_flight_tokens: NumTokens = NOT_RECORDED
-    """Computed tokens of steps in flight, which `num_settled_tokens` leaves out."""
+    """The request's tokens in steps in flight. `num_settled_tokens` leaves these tokens out."""
 
 
 @observation("decision.withheld")
@@ -694,7 +709,7 @@ class DecisionWithheld(Event, frozen=True, tag=35):
 
 @observation("effects.delivered")
 class EffectsDelivered(Event, frozen=True, tag=39):
-    """Pending jobs and notifications were delivered. The event is recorded only if there were any.
+    """kvledger delivered pending jobs and notifications. Nothing is recorded if none were pending.
 
     An *end* notifies vLLM that an asynchronous load is over or that kept blocks are free. The workers get jobs,
     reminders, blocks to report as not filled, and the ends that workers report to vLLM. kvledger's scheduler side
@@ -704,7 +719,7 @@ class EffectsDelivered(Event, frozen=True, tag=39):
     job_ids: tuple[JobId, ...]
     """Jobs given to the workers. A job is given with the first step after its decision, or never."""
     awaited: tuple[JobId, ...]
-    """Jobs that the workers were reminded of."""
+    """Jobs about which the workers got a reminder."""
     block_ids: tuple[BlockId, ...]
     """Blocks that the workers report as not filled."""
     failed: tuple[Ordinal, ...]
@@ -764,10 +779,10 @@ class ExtensionDecided(RequestDecision, frozen=True, tag=37):
 
 @decision("extension.stopped")
 class ExtensionStopped(Event, frozen=True, tag=38):
-    """Code of an extension raised an error. From this event on, the extension decides, folds and keeps nothing.
+    """Code of an extension raised an error. From this event on, the extension makes no decisions and folds no events.
 
-    Its projections return to their first state, and requests leave its sub-states. Readers stop the extension too, even
-    if their version of it does not raise.
+    The extension's projections return to their initial state, requests leave its sub-states, and it no longer affects
+    which chunks are evicted. Readers stop the extension too, even if their version of the extension does not raise.
     """
 
     extension: str
@@ -775,8 +790,8 @@ class ExtensionStopped(Event, frozen=True, tag=38):
     where: str
     """The code that raised: a method of a handler, a projection, or `keeps`."""
     error: str
-    """Class of the error, and the line of the extension that raised it. If a decision was refused, also the reason.
-    Other messages are left out, because they may quote a request."""
+    """Class of the error, and the line of the extension that raised the error. If a decision was refused, also the
+    reason. Messages of other errors are left out, because they may quote a request."""
     cause: Sequence
 
 
@@ -822,8 +837,8 @@ class PagesDigested(Event, frozen=True, tag=42):
 class EndRefused(Event, frozen=True, tag=43):
     """Another connector reported an end too early. kvledger removed this end before vLLM acted on it.
 
-    Under `MultiConnector` every child may report ends of any request, and vLLM cannot see which child reported. If
-    kvledger left the end in, vLLM would use blocks that a copy is filling, free blocks that a copy is reading, or fail
+    Under `MultiConnector` every child may report ends of any request, and vLLM cannot see which child reported. With
+    this end, vLLM would use blocks that a copy is filling, free blocks that a copy is reading, or fail
     an assertion (`v1/core/sched/scheduler.py`, _update_from_kv_xfer_finished, 0.32).
     """
 
@@ -831,7 +846,7 @@ class EndRefused(Event, frozen=True, tag=43):
     ordinal: Ordinal
     """Ordinal of the life for which kvledger itself has a pending end; `NO_LIFE` if there is no such life."""
     field: str
-    """Field of vLLM's `KVConnectorOutput`: `finished_recving` or `finished_sending`."""
+    """Field of vLLM's `KVConnectorOutput` that contained the end: `finished_recving` or `finished_sending`."""
     time_ns: TimeNs
 
 
@@ -840,9 +855,9 @@ class PrefixCacheReset(Event, frozen=True, tag=44):
     """vLLM reset its own prefix cache, but not the connector (`reset_prefix_cache()`).
 
     kvledger goes on loading saved chunks, which is wrong if the weights have changed. After a change of weights call
-    `reset_prefix_cache(reset_connector=True)`, which is recorded as `cache.reset`. vLLM calls no hook for this reset,
-    so kvledger records it in the next hook, after the preemptions that came with the reset. A reset that vLLM refuses
-    is not recorded.
+    `reset_prefix_cache(reset_connector=True)`, which is recorded as `cache.reset`. If vLLM resets only its own prefix
+    cache, it calls no hook. kvledger then records this event in the next hook, after the preemptions that came with the
+    reset. A reset that vLLM refuses is not recorded.
     """
 
     time_ns: TimeNs
@@ -852,16 +867,17 @@ class PrefixCacheReset(Event, frozen=True, tag=44):
 class StepReported(Event, frozen=True, tag=45):
     """Ranks sent the output of a step that has something to report.
 
-    A step has something to report if it waits for a copy, if kvledger asked about a copy, or if there are ends or
-    unfilled blocks. The log has this event after the reports of the same output. A copy that these ranks had to report
-    was not made if it is neither in their reports nor in `under_way`.
+    A step has something to report if it makes copies that are not asynchronous, if kvledger asked about a copy, or if
+    there are ends or unfilled blocks. The log has this event after the reports of the same output. If a copy that these
+    ranks had to report is neither in their reports nor in `under_way`, the ranks did not make this copy.
     """
 
     delivered: Sequence
-    """Sequence number of the step's `EffectsDelivered`."""
+    """Sequence number of the event `effects.delivered` that lists what the workers got with this step."""
     ranks: tuple[Int64, ...]
     under_way: tuple[JobId, ...]
-    """Jobs whose copies have begun and are not over. Work that the device gets later runs after these copies."""
+    """Jobs whose copies have begun on these ranks and are not over. Work that the device gets later runs after these
+    copies."""
 
 
 class Difference(enum.StrEnum):
@@ -875,7 +891,7 @@ class Difference(enum.StrEnum):
     ANSWER = "answer"
     """A lookup was not answered as decided."""
     SAFE_ANSWER = "safe answer"
-    """A lookup was answered with 0 tokens instead of what was decided."""
+    """A lookup was answered with 0 tokens instead of the decided answer."""
     ALLOCATION = "allocation"
     """The log lacks an allocation, or has another number of tokens for it."""
     FINISH = "finish"
@@ -883,7 +899,7 @@ class Difference(enum.StrEnum):
     OPEN = "open"
     """vLLM has finished the request without calling `request_finished`, so the log lacks the request's end."""
     END = "end"
-    """An end differs from the log: as given to the workers, as reported by them, or as vLLM got it."""
+    """An end that the workers got, that they reported, or that vLLM got differs from the log."""
     JOB = "job"
     """A copy was not handed to the workers as decided. The number is its job id."""
     REMINDER = "reminder"
@@ -891,7 +907,7 @@ class Difference(enum.StrEnum):
     REPORT = "report"
     """A report of a worker was not recorded as it arrived. The number is the job id of the reported copy."""
     BLOCK = "block"
-    """The workers had to report another block as not filled than was decided. The number is a block id."""
+    """The blocks that the workers had to report as not filled differ from the log. The number is a block id."""
     LOAD_ERROR = "load error"
     """The log lacks a block that vLLM named as not filled, or has a block that vLLM did not name. Or a rank reported a
     block to vLLM without a failed load, or did not report a block after a failed load. The number is the block id."""
@@ -928,7 +944,7 @@ class HooksExchanged(Event, frozen=True, tag=46):
     num_allocations: Count = 0
     """Allocations (`update_state_after_alloc`)."""
     num_handed_out: Count = 0
-    """Jobs, reminders, blocks and ends in the metadata of steps (`build_connector_meta`)."""
+    """Jobs, reminders, unfilled blocks and ends that the workers got with steps (`build_connector_meta`)."""
     num_reports: Count = 0
     """Reports of workers, one for each job and rank (`update_connector_output`)."""
     num_load_errors: Count = 0
@@ -942,7 +958,8 @@ class HooksExchanged(Event, frozen=True, tag=46):
     num_resets: Count = 0
     """Resets answered with True (`reset_cache`)."""
     differences: tuple[tuple[str, Int64, str], ...] = ()
-    """(`Difference`, number, the difference in words). The `Difference` says what the number is."""
+    """(value of `Difference`, number, description) for each difference from the log. What the number means depends on
+    the value: for example, it is a job id for `job` and a block id for `block`."""
 
 
 _DECLARED = [

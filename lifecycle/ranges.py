@@ -40,7 +40,7 @@ NumTokens = Annotated[int, Meta(ge=-MAX_TOKENS, le=MAX_TOKENS)]
 SumOfTokens = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 """Sum of numbers of tokens in a projection's state, or the difference between such a sum and another number."""
 Int64 = Annotated[int, Meta(ge=-(2**63), le=MAX_INT64)]
-"""A digest, or any number from a worker or a recorded connector. Rules check such numbers."""
+"""A digest, or any number from a worker or a recorded connector. The range allows every 64-bit number."""
 NumBytes = Annotated[int, Meta(ge=0, le=MAX_NS)]
 """Bytes that were copied."""
 ChunkNumber = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -52,7 +52,7 @@ BlockNumber = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Slot = Annotated[int, Meta(ge=-1, le=MAX_SLOTS - 1)]
 """Slot of the host pool; -1 (`NO_SLOT`) for a page that is not stored."""
 NumSlots = Annotated[int, Meta(ge=0, le=MAX_SLOTS)]
-"""A number of slots, or the number of a slot in the host pool."""
+"""How many slots, or which slot of the host pool."""
 Group = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 """Index of a group of layers, from 0."""
 JobId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -60,12 +60,12 @@ JobId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Ordinal = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 """Ordinal of a life, from 0; -1 (`NO_LIFE`) for no life."""
 LifeOrdinal = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-"""Ordinal of a life that has begun."""
+"""Ordinal of a life, from 0, in a field that always has a life."""
 Generation = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
-"""How often a life has lost computed tokens; -1 (`NO_LIFE`) if there is no life."""
+"""Generation of a life, from 0; -1 (`NO_LIFE`) for no life."""
 Step = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """Index of an engine step, from 0."""
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-"""How often something happened."""
+"""How many things there are or how often something happened, or an extension's version."""
 Sequence = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 """Sequence number of an event; 0 for no event."""

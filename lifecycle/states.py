@@ -14,13 +14,13 @@ class RequestState(enum.StrEnum):
     """Phase of a request, as known from its events."""
 
     NEW = "new"
-    """vLLM has accepted the request and computed nothing for it. A load may already be filling its blocks."""
+    """vLLM has accepted the request and computed nothing for it. A load may already be filling the request's blocks."""
 
     CHUNKED_PREFILL = "chunked_prefill"
-    """Some of the request's known tokens are computed or in flight. The others wait for a later step."""
+    """Some of the request's known tokens are computed or in a step in flight. The others wait for a later step."""
 
     RUNNING = "running"
-    """Every known token of the request is computed or in flight. The request decodes."""
+    """Every known token of the request is computed or in a step in flight. The request decodes."""
 
     PREEMPTED = "preempted"
     """vLLM freed the request's blocks. Only the host pool and vLLM's prefix cache may still have KV of the request."""
@@ -86,7 +86,7 @@ class WorkRegion(enum.StrEnum):
     """At least one rank has not reported the job, although kvledger asked the workers for their reports."""
 
     GIVEN_UP = "given_up"
-    """The job is a save that counts as failed. A rank that has not reported the job may be writing its slots."""
+    """The job is a save that counts as failed. A rank that has not reported the job may still write the job's slots."""
 
     SETTLED = "settled"
     """The job is over. No rank reads or writes the job's blocks and slots any more."""

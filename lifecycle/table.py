@@ -18,7 +18,8 @@ Theory of operation
   PHASE. A new request can be looked up any number of times. Lookups do not move it. `BlocksAllocated` does not move it
   either, because blocks are no progress. A step that schedules tokens of the request moves it: with `PrefillAdvanced`
   if known tokens remain for later steps, otherwise with `PrefillCompleted`. A preempted request becomes `recovering`
-  when it has blocks again. It leaves `recovering` with one of the same two events, after its load has arrived.
+  when it has blocks again. It leaves `recovering` with `PrefillAdvanced` or `PrefillCompleted`, after its load has
+  arrived.
 
   At the next turn of a streaming session, the request keeps its blocks and has new tokens to compute, so it becomes
   `chunked_prefill`. A running request also becomes `chunked_prefill` after a rollback, for example after a failed load.
@@ -49,12 +50,12 @@ Not in the tables
   - Whether a save read doubtful blocks: this is a property of the chunks, not of the copy.
   - The number of failed loads: it is a count, not a state.
   - The answer that was not claimed, the tail, the chunk keys: these are values, which are replaced as a whole.
-  - Whether a tail or a chunk is saved: this follows from its job.
+  - Whether a tail or a chunk is saved: the state of its job shows this.
   - The uses of a chunk (promised, read, waited for): a chunk can have several uses at a time.
   - Blocks that could not be filled, that a request lost or that a window has moved past: a request has many such
     blocks, and its next block table replaces them.
   - Whether a request decodes one token per step: this only decides how steps are written.
-  - Sub-states: they have rows of extensions. These rows refuse nothing, and lead to the phase to which the core's row
+  - Sub-states: extensions have rows for them. These rows refuse nothing, and lead to the phase to which the core's row
     leads. Audits check the phase, and a test checks the sub-states.
 
 The diagrams in `docs/states.md`, the reference machines and the compiled tables are generated from these rows.

@@ -103,8 +103,8 @@ class Called(msgspec.Struct, frozen=True, omit_defaults=True):
     step: Int64 = -1
     """Number of the step, from 0, counted like the steps in the scheduler's log. -1: the call is outside a step."""
     layer: str = ""
-    """Layer, for a hook that is called for each layer; empty for other hooks. Such a call is recorded only for the
-    first layer of a step, or if it raises."""
+    """Layer, for a hook that is called for each layer; empty for other hooks. A call for a layer is recorded only if
+    the layer is the first one of a step, or if the call raises."""
 
 
 class Reported(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -131,7 +131,7 @@ class WorkersReported(msgspec.Struct, frozen=True, omit_defaults=True):
 class ReportedToVLLM(WorkersReported, frozen=True, omit_defaults=True):
     """The request ids and blocks that vLLM gets after `update_connector_output`, which may have changed the reports.
 
-    Not written if there are none.
+    Not written if vLLM gets neither request ids nor blocks.
     """
 
 

@@ -40,7 +40,7 @@ OF_EVERY_COMMAND: Mapping[ExitCode, str] = MappingProxyType(
         ExitCode.CANNOT_WRITE: "the output cannot be written, for example because the disk is full",
         ExitCode.TRY_AGAIN: "the server of a NATS stream cannot be reached or has no room; try again later",
         ExitCode.REFUSED: "the address, certificate or credentials of a NATS stream are refused, the stream does not "
-        "exist, or an optional dependency of kvledger is not installed",
+        "exist, or an optional dependency is not installed",
         ExitCode.INTERRUPTED: "interrupted",
         ExitCode.BROKEN_PIPE: "the program that reads the output through a pipe has ended",
     }

@@ -53,72 +53,77 @@ class ConnectorSettings(LogSettings):
     or one block if the model's block size does not divide 64."""
 
     save_interval_tokens: pydantic.NonNegativeInt | None = None
-    """Tokens that a request decodes before kvledger saves its decoded chunks: at least one chunk, or 0 to save each
-    chunk when it has settled. kvledger saves the prompt's chunks at once. At a preemption and at the end of a request,
-    it saves all chunks that are not saved yet. Default: 256, or one chunk if a chunk is longer."""
+    """Number of tokens that a request decodes before kvledger saves the chunks with these tokens: at least one chunk,
+    or 0 to save each chunk when it has settled. The prompt's chunks do not wait for this interval. At a preemption and
+    at the end of a request, kvledger saves all chunks that are not saved yet. Default: 256, or one chunk if a chunk is
+    longer."""
 
     host_bytes: pydantic.ByteSize | None = pydantic.Field(None, gt=0)
     """Host memory for saved pages of all ranks together: a number of bytes or a string such as "4GiB". kvledger refuses
-    to start if the machine or its control groups have less memory available. Default: an eighth of the machine's memory
-    or of the limit of its control groups, divided by the number of the server's engines on the machine (data parallel).
-    If ranks may be on several machines or the memory is unknown, the default is 4 GiB."""
+    to start if the machine or a control group of the process has less memory available. Default: an eighth of the
+    machine's memory, or of the control group's limit if it is lower, divided by the number of the server's engines on
+    the machine (data parallel). If ranks may be on several machines or the memory is unknown, the default is 4 GiB."""
 
     share_pool: bool = True
     """Whether ranks that hold the same KV (MLA under tensor parallelism) share one host pool, if they are on one
     machine. false: each rank has its own pool. Ranks that hold different KV always have their own pools."""
 
     offer: Offer = Offer.AUTO
-    """auto: kvledger does not offer loads if loading takes longer than computing the same tokens. It measures both
-    while serving, and offers one load every ten seconds to measure again. always: kvledger offers every load."""
+    """auto: kvledger does not offer a load if loading takes longer than computing the same tokens. It measures both
+    times while serving. While loading is slower, it still offers one load every ten seconds, to measure again. always:
+    kvledger offers every load."""
 
     save_tails: bool = True
-    """Whether kvledger also saves the tail of a preempted request: its part-filled last chunk. The request can then
-    load the tail's tokens instead of computing them again."""
+    """Whether kvledger also saves the tail of a preempted request: the tokens of its last chunk, if that chunk is not
+    full. The request can then load the tail's tokens instead of computing them again."""
 
     keep_for_preempted: bool = True
-    """Whether kvledger never evicts chunks that a preempted request needs. If these chunks fill the pool, kvledger
-    declines new saves."""
+    """Whether kvledger never evicts a chunk that a preempted request needs. If such chunks fill the host pool, kvledger
+    declines new saves. false: kvledger may evict these chunks too."""
 
     load_mode: TransferMode = TransferMode.AUTO
-    """sync: a load runs before the forward of the step that needs it. async: a load runs while other requests go on,
-    and its own request waits for it. auto: async for large loads (from 32 MiB per rank), and for all loads if only
-    async is safe."""
+    """sync: a load runs within the step that needs the loaded tokens, before its forward pass. async: a load runs while
+    steps of other requests run; only the request that needs the loaded tokens waits. auto: loads of at least 32 MiB per
+    rank are asynchronous. With async scheduling, auto makes all loads asynchronous, because a failed synchronous load
+    could give a client wrong tokens."""
 
     save_mode: TransferMode = TransferMode.AUTO
-    """sync: kvledger saves settled chunks at the end of a step. async: it saves them while other steps run. auto: async
-    on CUDA, unless vLLM zeroes new blocks, as in a KV cache of mixed precision; otherwise sync."""
+    """sync: kvledger saves settled chunks at the end of a step. async: kvledger saves settled chunks while later steps
+    run. auto: like async on CUDA, except if vLLM zeroes new blocks, as it does for a KV cache of mixed precision;
+    otherwise like sync."""
 
     kv_cache_layout: Literal["BLNHC", "BLHNC"] | None = None
-    """KV cache layout that kvledger asks vLLM for. In BLNHC and BLHNC, a block is one run of memory for all layers,
-    instead of one run per layer. If the model's kernels cannot read the layout, vLLM warns and uses another one. null:
-    vLLM chooses the layout."""
+    """KV cache layout that kvledger asks vLLM for. In the layouts BLNHC and BLHNC, a block is one contiguous part of
+    memory for all layers, instead of one part per layer. If the model's kernels cannot read the layout, vLLM warns and
+    uses another one. null: vLLM chooses the layout."""
 
     handlers: tuple[str, ...] = ()
-    """Your own handlers, as "module:Class". Each replaces kvledger's handler of the same state."""
+    """Your own handlers, each as "module:Class". Your handler of a state replaces kvledger's handler of this state."""
 
     extensions: tuple[str, ...] = ()
-    """Extensions of the core, as "module:Class". kvledger also loads the extensions that installed packages name in
-    the entry points `kvledger.extensions`. It loads an extension only one time, even if several places name it."""
+    """Extensions of the core, each as "module:Class". kvledger also loads the extensions that installed packages name
+    in the entry points `kvledger.extensions`. It loads an extension only one time, even if several places name it."""
 
     extension_settings: dict[str, dict[str, bool | int | float | str]] = pydantic.Field(default_factory=dict)
-    """Settings of extensions: name of the extension → key → value."""
+    """Settings of extensions, as an object: name of the extension → key → value."""
 
     max_deferred_lookups: pydantic.NonNegativeInt = 8
-    """Largest number of lookups in a row that kvledger defers for a request. vLLM makes one lookup in each step.
-    kvledger defers the lookup of a preempted request while the request's chunks are being saved. It also defers a
-    lookup while another request loads the same chunks; all deferrals for one such load count as one. 0: kvledger defers
-    no lookup."""
+    """Largest number of consecutive lookups of a request that kvledger defers. vLLM looks up a waiting request in each
+    step. kvledger defers the lookup of a preempted request while the request's chunks are being saved. It also defers a
+    request's lookup while another request loads the same chunks; all deferrals for one such load count as one. 0:
+    kvledger defers no lookup."""
 
     max_failed_loads: pydantic.PositiveInt = 3
-    """Failed loads after which a request gets no further load."""
+    """Number of failed loads after which a request is quarantined, so that kvledger offers it no further load."""
 
     max_silent_steps: pydantic.PositiveInt = 64
-    """Steps after which kvledger asks the workers about a copy that some worker has not reported. `max_silent_ms` must
-    have passed too. If both limits pass again without the report, the copy counts as failed."""
+    """Number of steps that kvledger waits for the workers to report a copy. After these steps, and after
+    `max_silent_ms`, it asks the workers to report the copy. If both limits pass again and a worker has not reported the
+    copy, the copy counts as failed."""
 
     max_silent_ms: pydantic.NonNegativeInt = 5_000
-    """Milliseconds that must pass in addition to `max_silent_steps`, because an idle engine runs many steps in a short
-    time."""
+    """Milliseconds that must pass in addition to the steps of `max_silent_steps`, before kvledger asks the workers
+    about a copy. An idle engine can run many steps in a short time."""
 
     def filled_in(self, *, num_engines: int = 1, is_one_machine: bool = True) -> Self:
         """Return the settings with the default of `host_bytes` filled in, if `host_bytes` is not set.

@@ -64,14 +64,14 @@ class LogSettings(pydantic.BaseModel):
     survives a power cut, except for the events that `sync_interval_ms` allows to be lost."""
 
     sync_interval_ms: pydantic.PositiveInt = 50
-    """With durability disk: milliseconds between two syncs of the log to the disk. If the machine fails, the log may
-    lose the events of this time and the events that arrived during one sync. How long a sync takes depends on the
-    disk."""
+    """With `durability` disk: milliseconds between two syncs of the log to the disk. If the machine fails, the log may
+    lose the events of one such interval and the events that kvledger recorded during one sync. How long a sync takes
+    depends on the disk."""
 
     max_log_wait_ms: pydantic.PositiveInt | None = 1000
-    """Milliseconds that a step waits at most until the log has begun a new file. After that, events wait in memory,
-    and later steps do not wait. Until all events are written, kvledger offers no hits, and treats a copy
-    as failed if its event still waits. null: a step writes everything itself, however long that takes."""
+    """Longest time in milliseconds that a step waits for the log to begin a new segment file. After this time, events
+    wait in memory, and later steps do not wait. Until all events are written, kvledger offers no hits, and a copy
+    counts as failed if its event is not written yet. null: a step writes everything itself, however long that takes."""
 
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
     """Size at which the log begins a new segment. At least 16 KiB, because each segment begins with a header of about
@@ -79,20 +79,21 @@ class LogSettings(pydantic.BaseModel):
 
     max_log_bytes: pydantic.ByteSize | None = pydantic.Field(pydantic.ByteSize(16 * 1024**3), validate_default=True)
     """Size limit of all logs in `log_dir` together, at least 3 times `segment_bytes`. To keep the limit, kvledger
-    deletes the oldest segments and records that. The logs may exceed the limit by one segment while another is deleted.
-    Before a deletion, kvledger may have to make a snapshot, so that the remaining segments can be verified. The logs
-    may then exceed the limit by up to 4 segments. null: no limit."""
+    deletes the oldest segments and records their deletion. During a deletion, the logs may exceed the limit by one
+    segment. If kvledger must first make a snapshot, so that the remaining segments can be verified, the logs may exceed
+    the limit by up to 4 segments. null: no limit."""
 
     max_log_age_hours: pydantic.PositiveFloat | None = None
     """kvledger deletes a segment from `log_dir` this many hours after the last write to the segment. null: no limit."""
 
     memory_log_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
-    """If `log_dir` is null: bytes of events that are kept in memory. The newest events are kept."""
+    """Only if `log_dir` is null: how many bytes of events kvledger keeps in memory. If there are more, it drops the
+    oldest events."""
 
     digests: Literal["off", "all"] | Annotated[float, pydantic.Field(ge=0, le=1)] = "off"
-    """Share of the copied blocks for which a hash of 64 bits (digest) is recorded: off, all, or a number from 0 to 1.
-    From the digests, `kvledger verify` finds where the bytes of a block changed. Only full blocks have digests. To
-    compute a digest, a worker reads the block one more time."""
+    """Share of the copied blocks for which workers record a hash of 64 bits (digest): off, all, or a number from 0 to
+    1. From the digests, `kvledger verify` finds where the bytes of a block changed. Only full blocks have digests. For
+    each digest, a worker reads the block one more time."""
 
     @property
     def digest_share(self) -> float:

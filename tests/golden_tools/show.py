@@ -284,7 +284,7 @@ def _lines() -> Iterator[str]:
     """Progress and saves that go well are left out; answers that only repeat the one before are one line."""
     draft = [
         "15:06:40.003 3.000 8 draft new arrived with 20 prompt tokens",
-        f"15:06:40.004 4.000 9 draft new {_ASKED} 20 tokens: no whole chunk, nothing to load",
+        f"15:06:40.004 4.000 9 draft new {_ASKED} 20 tokens: fewer than one chunk, so nothing can be loaded",
         (
             "15:06:40.009 9.000 11 draft new → released finished (FINISHED_ABORTED) with 20 tokens; released; no "
             "transfers outstanding"

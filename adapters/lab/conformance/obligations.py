@@ -19,14 +19,14 @@ class Seen(enum.Enum):
     """How you can see whether a connector keeps an obligation."""
 
     OUTSIDE = "from outside"
-    """The calls and answers of the hooks show it, for any connector."""
+    """The calls and answers of the hooks show the breach, for any connector."""
     DECODER = "with a decoder"
-    """The metadata for the workers shows it, if kvledger has a decoder for this metadata."""
+    """The metadata for the workers shows the breach, if kvledger has a decoder for this metadata."""
     CONTENT = "in the simulation"
-    """Only `kvledger conformance` shows it, because it knows the right KV, sees the engine's blocks and can repeat a
-    call."""
+    """Only `kvledger conformance` shows the breach. Its simulation knows the right KV, sees the engine's blocks and can
+    repeat a call."""
     NOT_AT_ALL = "not at all"
-    """Neither a log nor the simulation shows it."""
+    """Neither a log nor the simulation shows the breach."""
 
 
 class Check(enum.StrEnum):
@@ -116,9 +116,10 @@ _ALL: Final = (
         "answer-in-range",
         _SCHEDULER,
         "get_num_new_matched_tokens",
-        "The answer counts the tokens that can be loaded after the computed tokens. It is not negative. Together with "
-        "the computed tokens, it is at most the number of known tokens. A load within the step leaves the last token "
-        "to compute. The second element \"must be 'False' if the first element is 0\".",
+        "The answer to a lookup has the number of tokens that can be loaded after the computed tokens. The number is "
+        "not negative. Added to the computed tokens, it is at most the number of known tokens. If the load is "
+        "synchronous, the last known token is not loaded. The answer's second element \"must be 'False' if the first "
+        'element is 0".',
         ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         ("LAST_TOKEN", "TOKEN_CONSERVATION"),
@@ -129,8 +130,8 @@ _ALL: Final = (
         "loaded-kv-is-right",
         _BOTH,
         "get_num_new_matched_tokens, start_load_kv",
-        'The answer counts only tokens "for which KV cache is actually available at the time of the call". These '
-        "tokens are still available when the load begins, and the load brings the KV of exactly these tokens.",
+        'The answer to a lookup counts only tokens "for which KV cache is actually available at the time of the call". '
+        "These tokens are still available when the load begins, and the load brings the KV of exactly these tokens.",
         ("base.py, get_num_new_matched_tokens", "base.py, start_load_kv"),
         Seen.CONTENT,
         (Check.KV_RIGHT,),
@@ -141,46 +142,49 @@ _ALL: Final = (
         "lookup-is-pure",
         _SCHEDULER,
         "get_num_new_matched_tokens",
-        'The hook "might be called multiple times for a given request and should be side-effect free". vLLM repeats '
-        "the lookup in every step that has too few blocks for the request, and no hook undoes the earlier lookup.",
+        'The lookup hook "might be called multiple times for a given request and should be side-effect free". vLLM '
+        "repeats a lookup in every step that has too few blocks for the request, and no hook undoes the earlier "
+        "lookup.",
         ("base.py, module docstring", "scheduler.py, schedule"),
         Seen.CONTENT,
         (Check.LOOKUP_REPEATED, "ALLOC_MATCHES_LOOKUP"),
         Precondition.ANSWER,
         incidents=("LMCache#4508", "LMCache#2158", "LMCache#4512", "vllm#44100"),
-        limit="a pin that the second lookup takes and that the connector never releases",
+        limit="a chunk that the second lookup protects from eviction and never releases is not detected",
     ),
     Obligation(
         "deferral-ends",
         _SCHEDULER,
         "get_num_new_matched_tokens",
-        "If the answer is None, vLLM asks again in the next step. At some point, the connector gives another answer.",
+        "If the answer to a lookup is None, vLLM repeats the lookup in the next step. At some point, the connector "
+        "must give another answer.",
         ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         (Check.ENDS,),
         Precondition.LOOKUP,
         incidents=("vllm#49829", "vllm#48090"),
-        limit="too many deferrals in a log, because no rule limits their number; `why` shows them",
+        limit="too many deferrals in a log are not detected, because no rule limits their number; `why` shows them",
     ),
     Obligation(
         "allocation-decides",
         _SCHEDULER,
         "update_state_after_alloc",
-        'The connector decides whether to load "based on num_external_tokens, not on whether blocks is empty". If the '
-        "number is 0, the connector loads nothing, whatever it answered to the lookup.",
+        'The connector decides whether to load "based on num_external_tokens, not on whether blocks is empty". If '
+        "`num_external_tokens` is 0, the connector loads nothing, whatever it answered to the lookup.",
         ("base.py, update_state_after_alloc", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE", "EXTERNAL_ZERO_NO_LOAD"),
         Precondition.ASYNC_LOAD,
         incidents=("LMCache#4355", "LMCache#4762", "vllm#55209", "vllm#51805"),
-        limit="a load within the step that vLLM did not ask for, if kvledger has no decoder",
+        limit="a synchronous load that vLLM did not ask for is not detected if kvledger has no decoder",
     ),
     Obligation(
         "allocation-comes-twice",
         _SCHEDULER,
         "update_state_after_alloc",
-        'For an asynchronous load the hook "may be called twice for that same request": first with the blocks to load '
-        "into, and again after the load has ended. The second call begins no second load.",
+        'For an asynchronous load, `update_state_after_alloc` "may be called twice for that same request": first with '
+        "the blocks to load into, and again after the load has ended. At the second call, the connector must not begin "
+        "another load.",
         ("base.py, update_state_after_alloc", "scheduler.py, _update_waiting_for_remote_kv"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE",),
@@ -191,8 +195,8 @@ _ALL: Final = (
         "metadata-leaves-the-output",
         _SCHEDULER,
         "build_connector_meta",
-        'The hook "should NOT modify fields in the scheduler_output", with one exception: a connector that loads '
-        "within the step may remove blocks from `new_block_ids_to_zero`.",
+        '`build_connector_meta` "should NOT modify fields in the scheduler_output", with one exception: a connector '
+        "with synchronous loads may remove blocks from `new_block_ids_to_zero`.",
         ("base.py, build_connector_meta", "scheduler.py, _build_kv_connector_meta"),
         Seen.CONTENT,
         (Check.OUTPUT_UNCHANGED,),
@@ -201,8 +205,8 @@ _ALL: Final = (
         "metadata-in-empty-steps",
         _SCHEDULER,
         "build_connector_meta",
-        "vLLM calls `build_connector_meta` once in each step, even if the step schedules nothing. In any step, the "
-        "connector may have work for the workers.",
+        "vLLM calls `build_connector_meta` once in each step, even if the step schedules nothing. The connector "
+        "must accept this call, and can give work to the workers in such a step, too.",
         ("scheduler.py, schedule",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
@@ -226,7 +230,7 @@ _ALL: Final = (
         "saves-own-their-source",
         _SCHEDULER,
         "build_connector_meta",
-        "A save reads only blocks that its request holds, or has lost in the same step.",
+        "A save reads only blocks that its request holds, or has lost in the step of the save.",
         ("scheduler.py, _preempt_request",),
         Seen.DECODER,
         ("SRC_BLOCK_OWNED",),
@@ -237,8 +241,9 @@ _ALL: Final = (
         "saves-are-computed",
         _SCHEDULER,
         "build_connector_meta",
-        "Saved tokens are computed, in the step of the save at the latest. A save never includes the last sampled "
-        "token, tokens that an end or an abort left uncomputed, or the rest of a block that a step filled in part.",
+        "A saved token is computed before the step of the save, or in this step. A save never includes the last "
+        "sampled token, tokens that an end or an abort left uncomputed, or the empty rest of a block that a step "
+        "filled in part.",
         ("scheduler.py, _update_after_schedule",),
         Seen.DECODER,
         ("CHUNK_COMPLETE",),
@@ -249,8 +254,8 @@ _ALL: Final = (
         "loads-own-their-destination",
         _BOTH,
         "update_state_after_alloc, build_connector_meta",
-        "A load fills only blocks that vLLM allocated for it, and each block once. Until the load ends, nothing else "
-        "fills or saves these blocks.",
+        "A load fills only blocks that vLLM allocated for this load, and fills each of them once. Until the load ends, "
+        "nothing else fills these blocks, and no save reads them.",
         ("base.py, update_state_after_alloc", "scheduler.py, schedule"),
         Seen.DECODER,
         ("LOAD_DST_EXCLUSIVE", "LOAD_XOR_STORES"),
@@ -261,8 +266,9 @@ _ALL: Final = (
         "loads-bring-what-was-claimed",
         _BOTH,
         "build_connector_meta, get_block_ids_with_load_errors",
-        "The connector loads each block that vLLM claimed from an answer. If it cannot, it reports this block or an "
-        "earlier block of the request as failed. vLLM does not compute blocks that are reported as loaded.",
+        "The connector loads each block that vLLM claimed from an answer. If the connector cannot load a block, it "
+        "reports this block or an earlier block of the request as failed. vLLM does not compute blocks that are "
+        "reported as loaded.",
         ("base.py, get_block_ids_with_load_errors", "scheduler.py, _update_requests_with_invalid_blocks"),
         Seen.DECODER,
         ("LOAD_COMPLETE",),
@@ -279,7 +285,7 @@ _ALL: Final = (
         ("SAVED_UNDER_KEY",),
         Precondition.COPY,
         incidents=("vllm#53495", "vllm#44250", "LMCache#2961"),
-        limit="wrong keys in a store that outlives the engine, if there are no digests",
+        limit="wrong keys in a store that outlives the engine are not detected if the log has no digests of pages",
     ),
     Obligation(
         "saved-tokens-are-offered",
@@ -298,8 +304,8 @@ _ALL: Final = (
         _BOTH,
         "build_connector_meta, handle_preemptions",
         "A preempted request has lost its blocks before any hook reports the preemption. `preempted_req_ids` names the "
-        "request in the same step, and this step may give the blocks to other requests. Workers finish the copies that "
-        'read these blocks in `handle_preemptions`, "before they are overwritten".',
+        "request in the same step, and this step may give the blocks to other requests. In `handle_preemptions`, "
+        'workers finish the copies that read these blocks, "before they are overwritten".',
         ("base.py, handle_preemptions", "scheduler.py, _preempt_request"),
         Seen.CONTENT,
         (Check.KV_RIGHT, "RECORDED"),
@@ -311,7 +317,8 @@ _ALL: Final = (
         "abort-from-everywhere",
         _SCHEDULER,
         "request_finished",
-        "A request may end before it was scheduled, or while it waits, loads or is preempted. It may have no blocks.",
+        "A request may end before it was scheduled, or while it waits, loads or is preempted. It may then have no "
+        "blocks. The connector must accept all of these ends.",
         ("scheduler.py, finish_requests",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
@@ -346,8 +353,8 @@ _ALL: Final = (
         "kept-blocks-are-let-go",
         _BOTH,
         "request_finished, get_transfer_results",
-        'If the connector answers True, it "assumes responsibility": vLLM keeps the blocks until one '
-        "`finished_sending` names the request. `finished_sending` names no other requests.",
+        'If `request_finished` returns True, the connector "assumes responsibility": vLLM keeps the request\'s blocks '
+        "until `finished_sending` names the request. `finished_sending` names each such request once, and no others.",
         ("base.py, request_finished", "scheduler.py, _free_request"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE", "LIVENESS"),
@@ -375,7 +382,7 @@ _ALL: Final = (
         Seen.CONTENT,
         (Check.RESTS, Check.COMES_TO_REST),
         incidents=("vllm#43433", "vllm#42611"),
-        limit="work that holds no block",
+        limit="pending work that holds no block is not detected",
     ),
     Obligation(
         "pending-frees-are-true",
@@ -394,8 +401,8 @@ _ALL: Final = (
         _SCHEDULER,
         "update_state_after_alloc, build_connector_meta",
         "The next turn of a session comes without `on_new_request` and without a lookup. vLLM allocates blocks and "
-        "passes the whole table in `NewRequestData`, with tokens already computed. This table replaces the previous "
-        "one.",
+        "passes the whole block table in `NewRequestData`, with tokens already computed. In the connector, this table "
+        "must replace the table of the previous turn.",
         ("scheduler.py, _update_request_as_session", "scheduler.py, _handle_stopped_request"),
         Seen.DECODER,
         ("TABLE_EQ", "SRC_BLOCK_OWNED", Check.KV_RIGHT, "RECORDED"),
@@ -406,8 +413,8 @@ _ALL: Final = (
         "id-is-no-identity",
         _SCHEDULER,
         "on_new_request, request_finished",
-        "vLLM may use the id of an ended request again, with other tokens. Nothing of the first request may reach the "
-        "second.",
+        "vLLM may use the id of an ended request again, with other tokens. No KV, copy or report of the ended request "
+        "may reach the new one.",
         ("scheduler.py, add_request",),
         Seen.CONTENT,
         (Check.KV_RIGHT, "RECORDED", "COMPLETION_ONCE"),
@@ -459,20 +466,20 @@ _ALL: Final = (
         Precondition.FAILED_LOAD,
         scenarios=("what is stored is lost",),
         incidents=("vllm#52234", "LMCache#3388", "vllm#39732", "vllm#52838"),
-        limit="a failed copy that is reported as done, unless its KV is read",
+        limit="a failed load that is reported as done is not detected if no request reads the KV of this load",
     ),
     Obligation(
         "load-precedes-the-read",
         _WORKER,
         "start_load_kv, wait_for_layer_load",
-        "If the lookup's answer was not asynchronous, the load has filled the blocks of a layer when "
-        "`wait_for_layer_load` returns for that layer.",
+        "If a load is synchronous, it has filled the blocks of a layer when `wait_for_layer_load` returns for that "
+        "layer.",
         ("base.py, start_load_kv", "base.py, wait_for_layer_load"),
         Seen.CONTENT,
         (Check.KV_RIGHT,),
         Precondition.LOAD,
         incidents=("vllm#34616", "vllm#50696"),
-        limit="the order of streams on a device",
+        limit="a wrong order of streams on a device is not detected",
         may_share_its_cause=True,
     ),
     Obligation(
@@ -486,15 +493,15 @@ _ALL: Final = (
         ("SRC_BLOCK_STABLE", "BLOCK_REUSE_FENCED", Check.KV_RIGHT),
         Precondition.SAVE,
         incidents=("vllm#52360", "vllm#45704", "vllm#54193"),
-        limit="wrong KV that is saved and never loaded",
+        limit="wrong KV that is saved and never loaded is not detected",
         may_share_its_cause=True,
     ),
     Obligation(
         "hit-sources-add-up",
         _SCHEDULER,
         "get_external_cache_hit_sources",
-        'The counts that the hook returns "must sum to num_external_tokens". Otherwise, vLLM counts the source of the '
-        "hit as unspecified.",
+        'The counts that `get_external_cache_hit_sources` returns "must sum to num_external_tokens". Otherwise, '
+        "vLLM counts the source of the hit as unspecified.",
         ("base.py, get_external_cache_hit_sources",),
         Seen.CONTENT,
         (Check.HIT_SOURCES,),
@@ -508,13 +515,14 @@ _ALL: Final = (
         ("base.py, shutdown",),
         Seen.OUTSIDE,
         (Check.SHUTS_DOWN,),
-        limit="resources that are not released",
+        limit="resources that are not released are not detected",
     ),
     Obligation(
         "events-are-true",
         _SCHEDULER,
         "take_events",
-        "The connector announces a block as stored when it can serve the block, and as removed when it no longer can.",
+        "The connector announces a block as stored when it can serve the block, and as removed when it can no longer "
+        "serve the block.",
         ("base.py, take_events",),
         Seen.NOT_AT_ALL,
         incidents=("vllm#57159",),
@@ -527,7 +535,7 @@ _ALL: Final = (
         ("base.py, finish_forward", "base.py, save_kv_layer"),
         Seen.NOT_AT_ALL,
         incidents=("vllm#45704", "vllm#47282", "vllm#50696"),
-        limit="the order of copies; digests of pages in production show only that bytes changed",
+        limit="the order of copies is not tested; digests of pages in production show only that bytes changed",
     ),
 )
 

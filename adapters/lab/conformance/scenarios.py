@@ -51,7 +51,8 @@ def hit(harness: Harness) -> None:
 def whole_hit(harness: Harness) -> None:
     """A stored prompt comes again, then a prompt that consists of just its first four blocks.
 
-    All tokens of both requests are stored, because they fill whole blocks. Both must still compute their last token.
+    All tokens of both prompts are stored, because they fill whole blocks. Each request must still compute the last
+    token of its prompt.
     """
     prompt = _stored(harness)
     harness.add("again", prompt, 5)
@@ -104,7 +105,7 @@ def aborted_unscheduled(harness: Harness) -> None:
 
 
 def aborted_running(harness: Harness) -> None:
-    """Of two requests with the same prompt, one is aborted in its prefill, the other while it decodes.
+    """Of two requests with the same prompt, the first is aborted in its prefill, the second while it decodes.
 
     Then a third request with this prompt comes.
     """
@@ -171,7 +172,7 @@ def reset_idle(harness: Harness) -> None:
 
 
 def reset_at_once(harness: Harness) -> None:
-    """A reset right after the last request has ended, when its saves may still be in flight."""
+    """A reset right after the last request has ended, when saves of this request may still be in flight."""
     prompt = tokens(1, 5 * _BLOCK)
     harness.add("a", prompt, 5)
     harness.run()
@@ -185,7 +186,7 @@ def reset_at_once(harness: Harness) -> None:
 def reset_running(harness: Harness) -> None:
     """Resets of vLLM's and the connector's cache that preempt all running requests.
 
-    Two resets come in a row, and one some steps later.
+    Two resets come in a row, and a third reset some steps later.
     """
     prompt = _stored(harness)
     harness.add("a", [*prompt, *tokens(2, 10)], 30)

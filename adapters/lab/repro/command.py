@@ -320,7 +320,7 @@ def _verdict(written: _Written, log: StoredLog) -> tuple[ExitCode, str]:
     reason = "the installed code does not have the bug, or the log does not contain its cause"
     remedy = "run the test with the code that has the bug"
     if not written.about.wrapped and not written.about.handlers and _has_other_handlers(log):
-        reason, remedy = "the engine had other state handlers", "name these handlers with --handlers"
+        reason, remedy = "the engine had other state handlers than this command", "name these handlers with --handlers"
     return ExitCode.DIVERGED, f"the test was run once and passes, so it does not show the incident: {reason}; {remedy}"
 
 
@@ -392,8 +392,8 @@ def _recorded(
         end = min(end, incident.sequence + _MAX_EVENTS_OF_A_CALL)
     if end > _MAX_EVENTS:
         raise NotRerunnable(
-            f"the incident comes after {end} events, but a test can have at most {_MAX_EVENTS}; give a log that begins "
-            "closer to the incident, or choose an earlier incident with --until"
+            f"the incident comes after {end} events, but a test can have at most {_MAX_EVENTS} events; give a log "
+            "that begins closer to the incident, or choose an earlier incident with --until"
         )
     with output.progress(log, "reading"):
         numbered = with_numbered_keys(log.trusted_events())
@@ -463,7 +463,7 @@ def _remarks(log: StoredLog, about: Description, recording: Recording, reduced: 
         )
     yield "Chunk keys are replaced by numbers."
     if recording.wrapped is None and not about.handlers and _has_other_handlers(log):
-        yield "The engine had other state handlers. Name these handlers with --handlers."
+        yield "The engine had other state handlers than this kvledger. Name these handlers with --handlers."
     left_over = [f"event {sequence}, {event.id}" for sequence, event in _left_over(recording)]
     if left_over:
         yield f"The calls of these events cannot be repeated: {_few(left_over)}."

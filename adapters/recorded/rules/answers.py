@@ -13,9 +13,9 @@ class LastToken(Checker):
     Verifies: for every answer:
 
     - The number of offered tokens is not negative.
-    - The offered and the computed tokens together are at most the request's tokens, as vLLM's scheduler asserts. If the
-      load is not asynchronous, they are at least one token fewer, because the step must compute the last token
-      (`v1/core/sched/scheduler.py`, 0.32).
+    - The offered and the computed tokens together are at most as many as the request's tokens, as vLLM's scheduler
+      asserts. If the load is not asynchronous, at least one token of the request is neither offered nor computed,
+      because the step must compute the last token (`v1/core/sched/scheduler.py`, 0.32).
     - If the load is asynchronous, the answer offers at least one token (`kv_connector/v1/base.py`,
       get_num_new_matched_tokens).
 

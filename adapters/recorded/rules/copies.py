@@ -71,7 +71,8 @@ class TableEq(RuleOfTables):
 class SrcBlockOwned(RuleOfTables):
     """SRC_BLOCK_OWNED: a save reads blocks that its request holds, or has just lost.
 
-    Verifies: this for each block of each save that a decoder has read.
+    Verifies: the request of each save holds every block that the save reads, or has just lost it. The rule checks saves
+    that a decoder has read.
     Does not verify: the block's position (TABLE_EQ); the block's content; saves whose request the metadata does not
     name.
     """

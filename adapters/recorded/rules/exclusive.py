@@ -59,8 +59,8 @@ class BlockReuseFenced(RuleOfCopies):
     scheduler" (wait_for_save). Otherwise, the workers finish the saves before the step that fills the blocks
     (handle_preemptions; `kv_connector/v1/base.py`, 0.32).
 
-    Verifies: this at each step, for all blocks that a request gets in the step or in an allocation since the previous
-    step, except shared blocks.
+    Verifies: at each step, that no save for another request still reads a block that a request has got in the step or
+    in an allocation since the previous step. Shared blocks are not checked.
     Does not verify: copies of a connector without a decoder; copies whose end is not in the log; that workers wait if
     the metadata tells them to.
     """
@@ -76,7 +76,7 @@ class BlockReuseFenced(RuleOfCopies):
 class SrcBlockStable(RuleOfCopies):
     """SRC_BLOCK_STABLE: no load fills a block that a save still reads.
 
-    Verifies: this for each load when it begins, against the saves of all requests.
+    Verifies: for each load that begins, that no save in flight of any request reads one of the load's blocks.
     Does not verify: copies of a connector without a decoder; copies whose end is not in the log; writes of a forward
     pass into the block. BLOCK_REUSE_FENCED finds the writes of another request. The request itself writes only to
     positions after the saved tokens, which does no harm.
@@ -96,7 +96,7 @@ class SrcBlockStable(RuleOfCopies):
 class LoadXorStores(RuleOfCopies):
     """LOAD_XOR_STORES: a block is not saved while a load fills it, because the save might copy the block's old content.
 
-    Verifies: this for each save when it begins, against asynchronous loads.
+    Verifies: for each save that begins, that no asynchronous load in flight fills one of the save's blocks.
     Does not verify: loads within a step, because they end before the step computes the tokens that its saves read;
     copies of a connector without a decoder; copies whose end is not in the log.
     """

@@ -44,8 +44,8 @@ class ResumeCoversOutput(Checker):
 
     If a connector does not offer the stored tokens, no output is wrong. The tokens are recomputed, which takes time.
 
-    Verifies: the core's rule of this name, and this: the connector offers a preempted request tokens if both of these
-    are true:
+    Verifies: the core's rule of the same name, RESUME_COVERS_OUTPUT. Also verifies that the connector offers a
+    preempted request tokens if two conditions are true:
 
     - Before the preemption, the connector offered the request more than twice as many tokens as vLLM finds computed
       now.

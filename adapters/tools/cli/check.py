@@ -37,8 +37,8 @@ _PATH = re.compile(r"[^\s{}\[\]\"':@]{1,255}")
 """An argument that is not a file and that a message may quote. Other text may be a configuration with passwords."""
 
 
-_AS_VLLM = "same value as on the command line of your vLLM server"
-_ONLY_1 = "same value as on the command line of your vLLM server; kvledger supports only 1"
+_AS_VLLM = "give the same value as on the command line of your vLLM server"
+_ONLY_1 = "give the same value as on the command line of your vLLM server; kvledger supports only 1"
 
 
 @Parameter(name="*")
@@ -51,10 +51,10 @@ class Server:
     ] = None
     block_size: Annotated[int | None, value(positive, "N", help=_AS_VLLM)] = None
     tensor_parallel_size: Annotated[
-        int, value(positive, "N", alias="-tp", help="same value as on the command line of your vLLM server")
+        int, value(positive, "N", alias="-tp", help="give the same value as on the command line of your vLLM server")
     ] = 1
     data_parallel_size: Annotated[
-        int, value(positive, "N", alias="-dp", help="same value as on the command line of your vLLM server")
+        int, value(positive, "N", alias="-dp", help="give the same value as on the command line of your vLLM server")
     ] = 1
     pipeline_parallel_size: Annotated[int, value(positive, "N", alias="-pp", help=_ONLY_1)] = 1
     decode_context_parallel_size: Annotated[int, value(positive, "N", alias="-dcp", help=_ONLY_1)] = 1
@@ -210,8 +210,8 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], server: Server, ou
     output_of.plan(planned)
     if server.block_size is None and not planned.groups.declined:
         output_of.note(
-            f"these figures are for the blocks that vLLM lays out on this machine ({platform()}); if the server has "
-            "another device, run this command on the server's machine"
+            f"these figures are for the size of blocks that vLLM chooses on this machine ({platform()}); if the server "
+            "has another device, run this command on the server's machine"
         )
 
 
@@ -345,8 +345,8 @@ def _log_text(settings: LogSettings) -> str:
         return f"in memory, the newest {size(settings.memory_log_bytes)}"
     limit = "without limit" if settings.max_log_bytes is None else f"at most {size(settings.max_log_bytes)}"
     survives = (
-        "survives a crash of the machine, except for the events of the last moments"
+        "the log survives a crash of the machine, except for the events of the last moments"
         if settings.durability == "disk"
-        else "survives a crash of the process, but not a power cut"
+        else "the log survives a crash of the process, but not a power cut"
     )
     return f"{settings.log_dir.absolute()}, {limit}, {survives}"

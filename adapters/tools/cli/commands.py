@@ -48,7 +48,10 @@ class Command:
         """Return the text that `--help` shows below the options: exit codes and examples."""
         examples = "\n".join(f"  {line}\n      {what}" for what, line in self.examples.items())
         others = {code: text for code, text in OF_EVERY_COMMAND.items() if code not in self.exit_codes}
-        return f"exit codes:\n{_codes(self.exit_codes)}\nof every command:\n{_codes(others)}\n\nexamples:\n{examples}"
+        return (
+            f"exit codes:\n{_codes(self.exit_codes)}\nexit codes of every command:\n{_codes(others)}\n\n"
+            f"examples:\n{examples}"
+        )
 
 
 def _codes(codes: Mapping[ExitCode, str]) -> str:
@@ -84,29 +87,31 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             },
         ),
         "top": Command(
-            "watch a running engine: requests by state, hit rate, copies, faults and waits",
+            "watch a running engine: requests by state, hit rate, copies, broken rules, failed hooks, and the requests "
+            "that have waited longest",
             {
-                ExitCode.SOUND: "the engine was shown until it ended or you pressed Ctrl-C",
+                ExitCode.SOUND: "with --once, one view was printed; otherwise the engine was shown until it ended or "
+                "you pressed Ctrl-C",
                 ExitCode.DAMAGED: _UNREADABLE,
             },
             {
-                "the engine whose log_dir is the folder logs": "kvledger top logs",
-                "one view, for a program": "kvledger top logs --once --json",
+                "watch the engine whose log_dir is the folder `logs`": "kvledger top logs",
+                "print one view as JSON, for a program": "kvledger top logs --once --json",
             },
         ),
         "verify": Command(
             "check a log for damage, for broken rules, and for decisions that today's code makes differently",
             {code: VERDICTS[code] for code in sorted(VERDICTS)},
             {
-                "every log of a log_dir": "kvledger verify logs",
-                "the verdict on the newest engine start": "kvledger verify logs --newest --json | tail -n 1",
+                "verify every log of a log_dir": "kvledger verify logs",
+                "print the verdict on the newest scheduler's log": "kvledger verify logs --newest --json | tail -n 1",
             },
         ),
         "show": Command(
-            "show a log, the timeline of a request, or the state at one moment",
+            "show a log, the timeline of a request, or the state of the log or of a request at one moment",
             {
                 ExitCode.SOUND: _DAMAGED_TOO,
-                ExitCode.DAMAGED: f"{_UNREADABLE}; with --at also: the log is damaged before MOMENT",
+                ExitCode.DAMAGED: f"{_UNREADABLE}; or, with --at, the log is damaged before MOMENT",
                 ExitCode.DIVERGED: "with --at: today's code cannot fold all events up to MOMENT",
                 ExitCode.NOTHING_CHECKED: _NOTHING,
             },
@@ -137,8 +142,10 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 ExitCode.SOUND: "the output is written, even if the log is damaged",
                 ExitCode.DAMAGED: _UNREADABLE,
                 ExitCode.NOTHING_CHECKED: f"the output is written, but for at least one log {_NOTHING}",
-                ExitCode.TRY_AGAIN: "with --otlp: the endpoint cannot be reached, or accepts nothing at the moment",
-                ExitCode.REFUSED: "with --otlp: the endpoint refused the spans",
+                ExitCode.TRY_AGAIN: "the endpoint of --otlp cannot be reached or accepts nothing at the moment, or the "
+                "server of a NATS stream cannot be reached; try again later",
+                ExitCode.REFUSED: "the endpoint of --otlp refused the spans, access to a NATS stream is refused, the "
+                "stream does not exist, or an optional dependency is not installed",
             },
             {
                 "an HTML page for a ticket": "kvledger export logs/2026-01-05 --html -o incident.html",
@@ -153,8 +160,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 ExitCode.NOTHING_CHECKED: f"the files are written, but for at least one log {_NOTHING}",
             },
             {
-                "every table except `violations`, from all logs": "kvledger tables logs -o tables",
-                "only the table `violations`, from all logs": "kvledger tables logs -o tables --table violations",
+                "write every table except `violations`, of all logs": "kvledger tables logs -o tables",
+                "write only the table `violations`, of all logs": "kvledger tables logs -o tables --table violations",
             },
         ),
         "core": Command(
@@ -183,15 +190,15 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "repro": Command(
             "write a test that reproduces an incident by repeating the recorded hook calls",
             {
-                ExitCode.SOUND: "the test is written and fails here, as it should "
-                "(with --pin: it passes, as it should)",
+                ExitCode.SOUND: "the test is written and fails here, as it should (with --pin: it passes here, as it "
+                "should), or was not run because of --no-run",
                 ExitCode.DAMAGED: _UNREADABLE,
                 ExitCode.DIVERGED: "the test is written but passes here, so it shows no bug "
                 "(with --pin: it fails here)",
                 ExitCode.NOTHING_CHECKED: "the log has no event, or its beginning is missing",
                 ExitCode.NOT_VERIFIED: "the test is written, but could not be run here",
-                ExitCode.USAGE: "wrong usage, such as a log without an incident (unless --pin is given), or a log of a "
-                "recorder without --connector and without --run-recorded",
+                ExitCode.USAGE: "wrong usage: for example, the log has no incident (and --pin is not given), or for a "
+                "recorder's log neither --connector nor --run-recorded is given",
             },
             {
                 "the first incident of a log": "kvledger repro logs/2026-01-06 -o test_incident.py",
@@ -204,11 +211,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {
                 ExitCode.SOUND: "no obligation is broken",
                 ExitCode.RULE_BROKEN: "an obligation is broken, or a rule that belongs to no obligation is broken",
-                ExitCode.NOTHING_CHECKED: "nothing could be checked: no run allowed a verdict on any obligation",
+                ExitCode.NOTHING_CHECKED: "nothing could be checked: no obligation could be judged in any run",
             },
             {
                 "a connector that vLLM registers": "kvledger conformance OffloadingConnector --seeds 5",
-                "repeat only the run of world 17": 'kvledger conformance connector:Mine --only "world 17"',
+                "run only world 17": 'kvledger conformance connector:Mine --only "world 17"',
             },
         ),
         "check": Command(
@@ -221,12 +228,12 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "reason; or vLLM is not installed",
             },
             {
-                "the capacity of a pool of 1 GiB": 'kvledger check \'{"host_bytes": "1GiB"}\' --model models/llama',
+                "how many tokens a 1-GiB pool holds": 'kvledger check \'{"host_bytes": "1GiB"}\' --model models/llama',
                 "whether a setting is valid": "kvledger check '{\"chunk_size\": 32}' --json",
             },
         ),
         "retire": Command(
-            "delete the oldest segments of logs that no process writes",
+            "delete the oldest segments of logs that are not being written",
             {ExitCode.SOUND: "deleted, or nothing to delete", ExitCode.DAMAGED: _UNREADABLE},
             {
                 "list the segments to delete": "kvledger retire logs --max-bytes 2GiB --max-age 30d --dry-run",

@@ -70,7 +70,8 @@ class Examined:
         ),
     ] = attrs.field(default=None, kw_only=True)
     only: Annotated[
-        str | None, Parameter(metavar="RUN", help='make only this run: a scenario, or a world such as "world 17"')
+        str | None,
+        Parameter(metavar="RUN", help='the only run to make: the name of a scenario, or a world such as "world 17"'),
     ] = attrs.field(default=None, kw_only=True)
     directory: Annotated[
         Path,

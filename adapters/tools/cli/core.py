@@ -19,7 +19,7 @@ from kvledger.lifecycle.events import ExtensionStopped
 
 
 def run(
-    log: Annotated[Path | StreamUrl | None, value(log_argument, help="a log; default: this installation")] = None,
+    log: Annotated[Path | StreamUrl | None, value(log_argument, help="a log; default: show this installation")] = None,
     *,
     mirror: Annotated[
         Path | None, Parameter(metavar="DIR", help="directory for the local copies of the logs of a NATS stream")

@@ -165,12 +165,12 @@ class Reading:
     """The log to read, and the selected part of it."""
 
     log: Log
-    request: Annotated[str | None, Parameter(help="a request id, or a part of it that no other id has")] = None
+    request: Annotated[str | None, Parameter(help="a request id, or a part that only one request id contains")] = None
     newest: Annotated[
         bool,
         Parameter(
             help="in a directory of logs, read only the scheduler's log of the newest engine start; `verify` also "
-            "reads the logs of its workers"
+            "reads the worker logs of this start"
         ),
     ] = attrs.field(default=False, kw_only=True)
     mirror: Annotated[
@@ -245,8 +245,8 @@ class Deciding(Extending):
         Sequence[str],
         Parameter(
             metavar="MODULE:CLASS",
-            help="use this handler class for its state, instead of kvledger's own class. The class is imported from "
-            "PYTHONPATH. Repeat the option for more handlers",
+            help="use this handler class instead of kvledger's own class for the same state. The class is imported "
+            "from PYTHONPATH. Repeat the option for more handlers",
         ),
     ] = ()
 

@@ -33,7 +33,11 @@ def run(
     *,
     max_bytes: Annotated[
         int | None,
-        value(num_bytes, "SIZE", help="delete the oldest segments until at most SIZE (such as 2GiB) remains"),
+        value(
+            num_bytes,
+            "SIZE",
+            help="delete the oldest segments until all logs together have at most SIZE, such as 2GiB",
+        ),
     ] = None,
     max_age: Annotated[
         float | None, value(seconds, "AGE", help="delete segments whose last write is more than AGE (such as 30d) ago")

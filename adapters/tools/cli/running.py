@@ -68,7 +68,7 @@ def explained(error: BaseException, log: Path | StreamUrl | None = None) -> Exit
 def _usage(error: CycloptsError) -> str:
     """Return what is wrong with the arguments, and the command that lists the arguments."""
     names = error.argument.parameter.env_var if isinstance(error, MissingArgumentError) and error.argument else ()
-    default = "".join(f" Give it, or set the environment variable {name}." for name in names or ())
+    default = "".join(f" Give LOG, or set the environment variable {name}." for name in names or ())
     command = " ".join(["kvledger", *(error.command_chain or ())])
     text = str(error)
     if isinstance(error, MissingArgumentError) and error.argument is not None and error.argument.index is not None:

@@ -33,7 +33,7 @@ def run(
         StreamUrl | None, value(StreamUrl, "URL", help="nats://host[:port][/STREAM]; tls:// requires encryption")
     ] = None,
     list_: Annotated[
-        StreamUrl | None, value(StreamUrl, "URL", name="--list", help="list the logs of a stream instead of shipping")
+        StreamUrl | None, value(StreamUrl, "URL", name="--list", help="list the logs of this stream, and ship nothing")
     ] = None,
     follow: Annotated[bool, Parameter(help="keep shipping new events and new logs until you stop the command")] = False,
     label: Annotated[
@@ -44,13 +44,20 @@ def run(
         value(
             seconds,
             "DURATION",
-            help="without --follow: stop after this time (such as 90s) without progress; the default is in seconds",
+            help="without --follow: stop after this time (such as 90s) without progress; the default value shown "
+            "here is in seconds",
         ),
     ] = 60.0,
     create_stream: Annotated[bool, Parameter(group=_NEW, help="create the stream with the options below")] = False,
     replicas: Annotated[int, value(positive, "N", group=_NEW, help="number of replicas: 1, 3 or 5")] = 1,
     max_age: Annotated[
-        float, value(seconds, "DURATION", group=_NEW, help="drop messages that are older than this, such as 30d")
+        float,
+        value(
+            seconds,
+            "DURATION",
+            group=_NEW,
+            help="let the stream drop messages that are older than this duration, such as 30d",
+        ),
     ] = 0.0,
     max_bytes: Annotated[
         int, value(num_bytes, "SIZE", group=_NEW, help="largest size of the stream, such as 500GiB")
@@ -154,7 +161,9 @@ def _show(report: ShippingReport, exit_code: ExitCode, output: Output) -> None:
         }
         output.record("shipping", summary)
     elif report.num_bytes_behind:
-        output.remark(f"{size(report.num_bytes_behind)} are not shipped yet; run the command again to ship the rest")
+        output.remark(
+            f"{size(report.num_bytes_behind)} of the logs are not shipped yet; run the command again to ship the rest"
+        )
 
 
 def _list(url: StreamUrl, output: Output) -> ExitCode:

@@ -103,12 +103,16 @@ def run(
         ),
     ] = None,
     at: Annotated[
-        Moment | None, value(moment, "MOMENT", help="show the state of the log or the REQUEST at MOMENT (see --since)")
+        Moment | None,
+        value(moment, "MOMENT", help="show the state of the log, or of the REQUEST, at MOMENT (see --since)"),
     ] = None,
-    limit: Annotated[int, value(count, "N", help="list the last N requests; 0: all")] = _MAX_LISTED,
+    limit: Annotated[int, value(count, "N", help="list only the last N requests; 0: list all")] = _MAX_LISTED,
     sort: Annotated[
         Literal["arrived", "took", "queued"],
-        Parameter(help="sort by arrival, by total time (took) or by time in the queue (queued); the longest is last"),
+        Parameter(
+            help="sort the list of requests by arrival, by total time (took) or by time in the queue (queued); the "
+            "newest or longest is last"
+        ),
     ] = "arrived",
     failed: Annotated[
         bool,

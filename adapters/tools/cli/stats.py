@@ -31,7 +31,9 @@ _COLUMNS = {"event": "left", "events": "right", "bytes": "right", "share of byte
 def run(
     reading: Reading,
     *,
-    sort: Annotated[Literal["bytes", "event", "events"], Parameter(help="sort the events by this column")] = "bytes",
+    sort: Annotated[
+        Literal["bytes", "event", "events"], Parameter(help="sort the table of events by this column")
+    ] = "bytes",
     extending: Extending = NO_EXTENSIONS,
     output: Written,
 ) -> ExitCode:

@@ -39,7 +39,12 @@ def run(
     log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log_dir (the newest log is shown), or one log")],
     *,
     interval: Annotated[
-        float, value(seconds, "DURATION", help="time between two views, such as 500ms or 2s; the default is in seconds")
+        float,
+        value(
+            seconds,
+            "DURATION",
+            help="time between two views, such as 500ms or 2s; the default value shown here is in seconds",
+        ),
     ] = 1.0,
     limit: Annotated[int, value(positive, "N", help="show the N requests that have waited longest")] = 10,
     once: Annotated[
@@ -47,7 +52,7 @@ def run(
     ] = False,
     output: Written,
 ) -> ExitCode:
-    """Show views of the engine until it has ended, or until you press Ctrl-C."""
+    """Show views of the engine until it has ended or you press Ctrl-C. With `once`, show one view."""
     once = once or not (output.is_terminal or output.is_json)
     shown, stored, view = _newest(log), None, None
     try:

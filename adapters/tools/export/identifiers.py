@@ -19,7 +19,10 @@ Pieces = tuple[tuple[str, bool], ...]
 
 
 def told_apart(names: Collection[str]) -> dict[str, Pieces]:
-    """Return name → pieces of the name. Two names always look different, even without their hidden pieces."""
+    """Cut each name into pieces and mark the pieces that a narrow column hides. Return name → pieces.
+
+    Any two names differ in the pieces that are shown.
+    """
     names = dict.fromkeys(names)
     begin = end = 0
     if len(names) > 1 and max(map(len, names)) > _LONGEST:

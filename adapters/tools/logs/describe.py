@@ -51,7 +51,7 @@ def _lookup(answer: e.LookupAnswered) -> str:
     if answer.miss_reason == MissReason.RECORDED:
         return f"{asked}: the recorded connector offers {plural(answer.num_external_tokens, 'token')}"
     if answer.miss_reason == MissReason.COMPLETE and not answer.num_hit_tokens:
-        return f"{asked}: no whole chunk, nothing to load"
+        return f"{asked}: fewer than one chunk, so nothing can be loaded"
     why = MISS_REASONS.get(answer.miss_reason, answer.miss_reason)
     num_saved, num_offered = answer.num_hit_tokens, answer.num_external_tokens
     if 0 < num_saved <= answer.num_computed_tokens and not num_offered:

@@ -144,69 +144,97 @@ def _num_in_state(state: str) -> _Value:
 
 
 COMMON: Final = (
-    _column("start", _T.STRING, "name of the engine start: the name of its log's folder"),
-    _column("time", _T.TIMESTAMP, "date and time (UTC); null if the log has no opening time"),
-    _int("time_ns", "the time in nanoseconds since the log was opened"),
-    _int("sequence", "sequence number of the event, for `--since` and `--until` of other commands"),
+    _column("start", _T.STRING, "name of the engine start, which is the name of its log's directory"),
+    _column(
+        "time", _T.TIMESTAMP, "date and time (UTC) of the event at `sequence`; null if the log lacks its opening time"
+    ),
+    _int("time_ns", "time of the event at `sequence`, in nanoseconds since the log was opened"),
+    _int("sequence", "sequence number of the row's event, for the options `--since` and `--until` of other commands"),
 )
 _REQUEST_ID = _text("request_id", "vLLM's id of the request")
 _ORDINAL = _int(
-    "ordinal", "number of the life; `start` and `ordinal` are the key of `requests`. null: the log lacks the arrival"
+    "ordinal",
+    "number of the life; `start` and `ordinal` together identify a row of the table `requests`. null: the log lacks "
+    "the request's arrival",
 )
 _GENERATION = _int(
-    "generation", "how often the request had lost computed tokens up to `time`, by preemptions and rollbacks"
+    "generation",
+    "how often the life was preempted, rolled back to 0 tokens, or continued with a session's next turn until `time`",
 )
 
 _REQUESTS = Table(
     "requests",
-    "One row per life of a request, from its arrival to its release. Rows are in the order of releases; requests that "
-    "the log leaves open come last. `time` and `sequence` belong to the arrival.",
+    "One row per life of a request, from its arrival to its release. Rows are in the order of releases. Requests whose "
+    "release is not in the log come last. `time` and `sequence` belong to the arrival.",
     (
         _REQUEST_ID,
-        _int("ordinal", "number of the arrival, from 0; unique in a log"),
-        _int("first_running_ns", "when the whole prompt was computed for the first time; null: never"),
-        _int("finished_ns", "when vLLM finished the request; null: never", "summary.finished_ns"),
-        _int("released_ns", "when the request was released, after its last copy; null: not in the log", "until_ns"),
-        _text("outcome", "vLLM's status at the end, or the last state in the log", "summary.outcome"),
-        _int("num_prompt_tokens", "tokens of the prompt", "summary.num_prompt_tokens"),
-        _int("num_tokens", "tokens of prompt and output", "summary.num_tokens"),
+        _int("ordinal", "number of the life in the order of arrivals, from 0; unique in a log"),
+        _int(
+            "first_running_ns",
+            "time at which every prompt token was first computed or in a step in flight; null: never in the log",
+        ),
+        _int("finished_ns", "time at which vLLM finished the request; null: not in the log", "summary.finished_ns"),
+        _int(
+            "released_ns",
+            "time at which the request was released, after its last copy; null: not in the log",
+            "until_ns",
+        ),
+        _text(
+            "outcome",
+            "vLLM's status of the finished request; if it has not finished, its last state in the log",
+            "summary.outcome",
+        ),
+        _int("num_prompt_tokens", "tokens of the request's prompt", "summary.num_prompt_tokens"),
+        _int("num_tokens", "tokens of the request's prompt and output", "summary.num_tokens"),
         *(
-            _int(f"in_{state.value}_ns", f"time in the state `{state.value}`", _in_state(state.value))
+            _int(
+                f"in_{state.value}_ns",
+                f"time that the request spent in the state `{state.value}`",
+                _in_state(state.value),
+            )
             for state in RequestState
         ),
         _int("num_preemptions", "how often the request was preempted", "summary.num_preemptions"),
         _int("num_lookups", "how often the scheduler looked up the request", "summary.num_lookups"),
-        _int("num_tokens_loaded", "tokens of completed loads", "summary.num_tokens_loaded"),
-        _int("num_chunks_saved", "chunks of completed saves", "summary.num_chunks_saved"),
+        _int("num_tokens_loaded", "tokens of the request's completed loads", "summary.num_tokens_loaded"),
+        _int("num_chunks_saved", "chunks of the request's completed saves", "summary.num_chunks_saved"),
         _int("loaded_bytes", "bytes of the request's loads, as workers reported them", "num_bytes_loaded"),
         _int("saved_bytes", "bytes of the request's saves, as workers reported them", "num_bytes_saved"),
-        _int("num_failures", "failed copies, refused loads, broken rules and failed hooks", "summary.num_failures"),
+        _int(
+            "num_failures",
+            "number of failed copies, refused loads, broken rules and failed hooks of the request",
+            "summary.num_failures",
+        ),
         _column("is_quarantined", _T.BOOL, "whether the request was quarantined", "summary.is_quarantined"),
     ),
 )
 _LOOKUPS = Table(
     "lookups",
-    "One row per answer to a lookup.",
+    "One row per answer to a lookup, including deferrals.",
     (
         _text("request_id", _REQUEST_ID.meaning, "answer.request_id"),
         _ORDINAL,
         _int("generation", _GENERATION.meaning, "answer.generation"),
-        _int("num_computed_tokens", "tokens that vLLM's own prefix cache has", "answer.num_computed_tokens"),
-        _int("num_tokens", "tokens of prompt and output", "answer.num_tokens"),
+        _int(
+            "num_computed_tokens",
+            "tokens of the request that vLLM's own prefix cache has",
+            "answer.num_computed_tokens",
+        ),
+        _int("num_tokens", "tokens of the request's prompt and output", "answer.num_tokens"),
         _int(
             "num_hit_tokens",
-            "tokens of the prefix that can be loaded; null if the lookup was deferred",
+            "tokens in the host pool, from the request's first token on; null if the lookup was deferred",
             _of(LookupAnswered, "num_hit_tokens"),
         ),
         _int(
             "num_external_tokens",
-            "tokens that were offered; null if the lookup was deferred",
+            "tokens that the answer offers; null if the lookup was deferred",
             _of(LookupAnswered, "num_external_tokens"),
         ),
         _column(
             "is_async",
             _T.BOOL,
-            "whether steps run during the load; null if the lookup was deferred",
+            "whether steps can run during the load of the offered tokens; null if the lookup was deferred",
             _of(LookupAnswered, "is_async"),
         ),
         _column(
@@ -217,112 +245,132 @@ _LOOKUPS = Table(
         ),
         _int(
             "deferred_for_job",
-            "id of the copy for which the lookup was deferred; null if it was answered",
+            "job id of the copy because of which the lookup was deferred; null if the lookup was answered",
             _of(LookupDeferred, "job_id"),
         ),
         _int(
             "num_deferred",
-            "number of consecutive deferrals, including this one; null if the lookup was answered",
+            "number of the request's consecutive deferrals, including this one; null if the lookup was answered",
             _of(LookupDeferred, "num_deferred"),
         ),
         _column(
             "is_repeated",
             _T.BOOL,
-            "whether the lookup and its answer are equal to the request's previous lookup and answer, or both lookups "
-            "were deferred for the same copy. While a request waits, vLLM repeats the lookup in every step, sometimes "
-            "with fewer computed tokens. For one row per admission, take the last row of each `start`, `ordinal` and "
-            "`generation`",
+            "whether the lookup and its answer equal the request's previous lookup and answer, or this lookup and the "
+            "previous one were deferred because of the same copy. While a request waits, vLLM repeats the lookup in "
+            "every step, sometimes with fewer computed tokens. For one row per admission, take the last row of each "
+            "`start`, `ordinal` and `generation`",
         ),
     ),
 )
 _COPIES = Table(
     "copies",
-    "One row per copy between the device and the host pool, in the order in which the copies ended. Copies that the "
-    "log leaves open come last. `time` and `sequence` belong to the decision to copy.",
+    "One row per copy between the device and the host pool, in the order in which the copies ended. Copies whose "
+    "end is not in the log come last. `time` and `sequence` belong to the decision to copy.",
     (
-        _int("job_id", "id of the copy"),
-        _text("kind", "`load`, `save` or `tail save`"),
+        _int("job_id", "job id of the copy, unique in a log"),
+        _text("kind", "kind of the copy: `load`, `save` or `tail save`"),
         _REQUEST_ID,
         _ORDINAL,
         _GENERATION,
-        _int("settled_ns", "when the copy ended; null: not in the log", "until_ns"),
-        _int("duration_ns", "from the decision to the end of the copy, or to the end of the log"),
+        _int("settled_ns", "time at which the copy ended; null: not in the log", "until_ns"),
+        _int("duration_ns", "time from the decision to copy until the end of the copy, or until the end of the log"),
         _int(
             "worker_ns",
-            "sum of the times that workers measured. Workers report the saves of a step together, so these saves share "
-            "the reported time in proportion to their bytes. The rows add up to `save_duration_ns` and "
-            "`load_duration_ns` of `kvledger stats`",
+            "sum of the times that workers measured for the copy. Workers report the saves of a step together, so the "
+            "reported time is divided among these saves in proportion to their bytes. The rows of a log add up to "
+            "`save_duration_ns` and `load_duration_ns` of `kvledger stats`",
         ),
-        _text("outcome", "`completed`, `failed`, `given up` (a rank never reported it) or `open`"),
-        _text("error", "the error that a worker reported; null: none"),
-        _int("num_pages", "number of pages to copy"),
-        _int("copied_bytes", "bytes that workers reported", "num_bytes"),
-        _int("first_token", "first token of a `load` or `tail save`; null for a `save`"),
-        _int("num_tokens", "number of tokens of a `load` or `tail save`; null for a `save`"),
-        _int("num_chunks", "number of chunks of a `save`", lambda copy: len(copy.chunks)),
-        _column("is_async", _T.BOOL, "whether steps ran during the copy"),
-        _column("is_before_forward", _T.BOOL, "whether the copy had to end before the forward pass", "before_forward"),
+        _text(
+            "outcome",
+            "`completed`, `failed`, `given up` (a failed save whose slots a rank may still write), `open` (not ended)",
+        ),
+        _text("error", "why the copy failed; null: no error"),
+        _int("num_pages", "number of pages of the copy"),
+        _int("copied_bytes", "bytes that the workers reported for the copy", "num_bytes"),
+        _int("first_token", "number of the first token that a `load` or `tail save` copies, from 0; null for a `save`"),
+        _int("num_tokens", "number of tokens that a `load` or `tail save` copies; null for a `save`"),
+        _int(
+            "num_chunks",
+            "number of chunks that a `save` copies; 0 for a `load` or `tail save`",
+            lambda copy: len(copy.chunks),
+        ),
+        _column("is_async", _T.BOOL, "whether steps could run during the copy"),
+        _column(
+            "is_before_forward",
+            _T.BOOL,
+            "whether a save had to end before its step's forward pass, because its blocks were free already",
+            "before_forward",
+        ),
         _column("ranks_done", _T.INT64_LIST, "ranks that completed the copy"),
-        _column("ranks_failed", _T.INT64_LIST, "ranks that reported a failure"),
+        _column("ranks_failed", _T.INT64_LIST, "ranks that reported a failure of the copy"),
     ),
 )
 _STEPS = Table(
     "steps",
-    "One row per engine step, with the counts after all decisions of the step.",
+    "One row per engine step. Counts of requests, loads and saves are those after all decisions of the step.",
     (
         _int("step", "number of the step, from 0"),
-        _int("num_scheduled_tokens", "tokens of all requests in this step"),
+        _int("num_scheduled_tokens", "tokens that the step computes, of all requests together"),
         _int(
             "num_events",
             "number of events of the step itself: `step.scheduled` and the decisions that it caused. `events_per_step` "
             "of `kvledger stats` also counts all events after the previous step, such as lookups and reports",
         ),
         *(
-            _int(f"num_{state.value}_requests", f"requests in the state `{state.value}`", _num_in_state(state.value))
+            _int(
+                f"num_{state.value}_requests",
+                f"requests in the state `{state.value}` after the step's decisions",
+                _num_in_state(state.value),
+            )
             for state in RequestState
         ),
-        _int("num_loads_in_flight", "loads that are not done", "gauges.num_loads_in_flight"),
-        _int("num_saves_in_flight", "saves that are not done", "gauges.num_saves_in_flight"),
+        _int("num_loads_in_flight", "loads in flight after the step's decisions", "gauges.num_loads_in_flight"),
+        _int("num_saves_in_flight", "saves in flight after the step's decisions", "gauges.num_saves_in_flight"),
     ),
 )
 _EVICTIONS = Table(
     "evictions",
-    "One row each time chunks left the host pool because a save needed their slots.",
+    "One row each time that chunks were evicted from the host pool, because a save needed their slots.",
     (
         _text("request_id", "the request whose save needed the slots"),
         _ORDINAL,
         _GENERATION,
-        _int("num_chunks", "chunks that left"),
+        _int("num_chunks", "number of chunks that were evicted"),
         _int("cause_sequence", "sequence number of the event that caused the save", "cause"),
     ),
 )
 _REASONS = Table(
     "reasons",
-    "Tokens by [reason](reasons.md): one row per life of a request, kind and reason. The sums equal those of "
-    "`kvledger stats`. `time` and `sequence` belong to the request's release, or to the last event in the log. "
-    "Loads that failed after their request was released have rows without a request.",
+    "Tokens by [reason](reasons.md): one row for each life, kind and reason. The sums equal those of `kvledger stats`. "
+    "`time` and `sequence` belong to the request's release; if the log lacks the release, to the last event in the "
+    "log. Tokens of loads that failed after their request was released have rows without a request.",
     (
-        _text("request_id", "vLLM's id of the request; null: loads that failed after their request was released"),
+        _text(
+            "request_id",
+            "vLLM's id of the request; null: the row is about loads that failed after their request was released",
+        ),
         _int(
             "ordinal",
-            "number of the life; `start` and `ordinal` are the key of `requests`. null if `request_id` is null",
+            "number of the life; `start` and `ordinal` together identify a row of the table `requests`. null if "
+            "`request_id` is null",
         ),
         _text(
             "kind",
-            "`missed` (left to compute when the request got blocks), `recomputed` (computed before a preemption and "
-            "again after it) or `computed_twice` (computed again after a rollback)",
+            "kind of the counted tokens: `missed` (left to compute when the request got blocks), `recomputed` "
+            "(computed before a preemption and again after it) or `computed_twice` (computed again after a rollback)",
         ),
-        _text("reason", "the reason"),
-        _int("num_tokens", "number of tokens"),
+        _text("reason", "the reason why vLLM had to compute the tokens"),
+        _int("num_tokens", "number of tokens that have this kind and reason"),
     ),
 )
 _VIOLATIONS = Table(
     "violations",
-    "One row per violation of a rule that `kvledger verify` finds, for the first 1,000 violations in each log. A rule "
-    "that is broken only after these 1,000 has one row without `sequence` and `detail`.",
+    "One row for each of the first 1,000 violations of rules that `kvledger verify` finds in a log. A rule that is "
+    "broken only after these 1,000 violations has one row without `sequence` and `detail`.",
     (
-        _int("rank", "rank of the worker that wrote the log; null: the scheduler wrote it"),
-        _text("rule", "the [rule](invariants.md)"),
+        _int("rank", "rank of the worker that wrote the log; null: the scheduler wrote the log"),
+        _text("rule", "name of the broken [rule](invariants.md)"),
         _text("request_id", "vLLM's id of the request; null: the violation is not about one request"),
         _int("generation", "generation of the request; null: the violation is not about one request"),
         _text("detail", "description of the violation"),
@@ -331,7 +379,9 @@ _VIOLATIONS = Table(
             _T.INT64_LIST,
             "sequence numbers of earlier events that show the violation together with the event at `sequence`",
         ),
-        _int("num_of_rule", "how often the log breaks this rule, even if the table has fewer rows about the rule"),
+        _int(
+            "num_of_rule", "number of violations of this rule in the log; the table may have fewer rows about the rule"
+        ),
     ),
 )
 

@@ -48,8 +48,8 @@ class BytesUnchanged(Checker):
     Two digests of one full block of a request are equal while the request keeps its blocks. The checker names the first
     block that differs, and whether it already differed in host memory.
     Does not verify: pages without digests; partly filled blocks; pages whose save is not in the log or is more than
-    65536 pages back; pages of a save that was reported only in answer to a reminder, because such a report has no
-    digests; that the computed KV is right.
+    65536 pages back; pages that were saved with more than 16 different digests; pages of a save that was reported only
+    in answer to a reminder, because such a report has no digests; that the computed KV is right.
     """
 
     rule = "BYTES_UNCHANGED"

@@ -111,7 +111,7 @@ class PinBalance(Checker):
     A chunk that is kept too long breaks this rule when a save is declined for lack of the chunk's slots.
 
     Verifies: whenever a save is declined with `pool_full`, there are too few free slots, and evicting all chunks that
-    may leave would not free enough.
+    this save may evict would not free enough slots.
     Does not verify: chunks that are kept too long while no save is declined; models with sliding windows, in which the
     number of pages that a chunk needs depends on the windows.
     """
@@ -166,22 +166,23 @@ class PinBalance(Checker):
 
 
 class EvictionOrder(Checker):
-    """EVICTION_ORDER: of the chunks that may leave, the least recently used one leaves first.
+    """EVICTION_ORDER: of the chunks that may be evicted, the least recently used one is evicted first.
 
     Each use of a prefix makes its chunks the most recently used ones. The first chunk of the prompt counts as the most
-    recent of them, so a chunk never leaves before the chunks that follow it. A prefix stays as long as something needs
-    it. The end of each need counts as a use of the prefix:
+    recent of them, so a chunk is never evicted before the chunks that follow it. A pending answer, a preempted request
+    or a copy in flight may hold a prefix, whose chunks are then not evicted. When a hold ends, this counts as a use of
+    the prefix:
 
-    - An answer that promised the prefix is claimed, replaced or withdrawn.
-    - A preempted request that waited for the prefix gets blocks or ends.
-    - A copy that reads the prefix, or adds its last chunk, completes or fails.
+    - An answer holds the prefix that it promised, until the answer is claimed, replaced or withdrawn.
+    - A preempted request holds the prefix that it waits for, until the request gets blocks or ends.
+    - A copy holds the prefix that it reads, or to which it adds the last chunk, until the copy completes or fails.
 
-    A request that is preempted or ends uses all of its chunks.
+    When a request is preempted or ends, this counts as a use of all of its chunks.
 
-    Verifies: whenever a chunk is evicted, the pool has no chunk that may leave and was used less recently. An event
-    evicts its chunks in the order in which it lists them. A chunk must not leave if something needs a prefix that
-    contains the chunk, or if it is one of the settled chunks of the request that saves. No settled chunk of the request
-    that saves is evicted. No chunk of a prefix that a copy in flight needs is evicted.
+    Verifies: whenever a chunk is evicted, the pool has no less recently used chunk that might have been evicted
+    instead. An event evicts its chunks in the order in which it lists them. Chunks of a held prefix, and settled chunks
+    of the request for whose save chunks are evicted, must not be evicted. The rule is broken if such a settled chunk is
+    evicted, or a chunk of a prefix that a copy in flight holds.
     Does not verify: evicted chunks that were promised, waited for or read (HIT_PINNED, WAITING_KEPT, EVICT_IDLE_ONLY);
     whether so many evictions were needed; the order of uses before the audit's start. The rule is not checked if an
     extension chooses which chunks are evicted last.

@@ -29,26 +29,26 @@ _WORDS = {
 class ToldAsDecided(Checker):
     """TOLD_AS_DECIDED: vLLM and the workers get what was decided, and everything that they report is recorded.
 
-    The connector counts the values that leave its hooks and that arrive in them (`hooks.exchanged`).
+    The event `hooks.exchanged` counts the values that left the connector's hooks and that arrived in them.
 
     Verifies: of each `hooks.exchanged`, for the time since the previous one:
 
-    - It lists no difference. However, an answer of 0 tokens instead of the decided answer is allowed if the decision
-      was withheld or the request is quarantined.
-    - The log has the same numbers of arrivals, answers, tokens in answers, asynchronous and deferred answers,
-      allocations, ends of requests, held blocks, entries in the metadata of steps, reports, blocks that were not
-      filled, ends of loads, and resets.
-    - Each rank gave vLLM the ends that the rank was asked to give. If there is no other connector, this took at most 64
-      steps.
+    - `hooks.exchanged` lists no difference. An answer of 0 tokens instead of the decided answer is allowed if the
+      decision was withheld or the request is quarantined.
+    - `hooks.exchanged` and the log's other events agree in the numbers of arrivals, answers, tokens in answers,
+      asynchronous answers, deferrals, allocations, ends of requests, ended requests whose blocks are held, entries in
+      the metadata of steps, reports, blocks that were not filled, ends of loads, and resets.
+    - Each rank gave vLLM the ends that the rank was asked to give. If there is no other connector, each end reached
+      vLLM within 64 steps.
     - Each rank reported each unfilled block once: the blocks of its loads that failed within a step, and the blocks
       that no copy fills.
 
-    Before a step is recorded, and before the connector shuts down, a `hooks.exchanged` counts everything so far.
+    When a step is recorded or the connector shuts down, a `hooks.exchanged` has counted all events before.
 
     Does not verify: anything before the first `hooks.exchanged` that is audited (so a connector that never records this
-    event is not checked); the time between two of these events if a hook failed in that time; anything after kvledger
-    declined to serve the model or the ledger became corrupt; what else vLLM and the workers do with the values. Only
-    digests show that a worker mixes up the slots of saves that it copies together (BYTES_UNCHANGED).
+    event is not checked); the time between two `hooks.exchanged` if a hook failed in that time; anything after kvledger
+    declined to serve the model or the ledger became corrupt; how vLLM and the workers use the values. If a worker mixes
+    up the slots of saves that it copies together, only digests show this (BYTES_UNCHANGED).
     """
 
     rule = "TOLD_AS_DECIDED"

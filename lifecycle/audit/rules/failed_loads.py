@@ -31,11 +31,13 @@ class RollbackObserved(Checker):
 
     Verifies: at the first step after a failure:
 
-    - If a load within a step failed, the step does not count all tokens up to the load's end as computed. This is not
-      checked if, since the load was issued, the request was rolled back to fewer tokens than that, preempted, looked up
-      again or ended. If the load was not handed out, the first step after vLLM learns of the failure is checked.
+    - If a load within a step failed, the load's request continues in the next step from a token before the load's end.
+      This is not checked if, after the load was issued, the request was rolled back to a token before the load's end,
+      preempted, looked up again or ended. If the load was not handed out, the first step after vLLM learns of the
+      failure is checked.
     - If vLLM knows that a block is not filled, a request that still has the block counts only tokens before the block
-      as computed. This is checked at the first step that schedules the request, if there is one group of layers.
+      as computed. This is checked at the first step that schedules the request, if the model has only one group of
+      layers.
 
     Does not verify: asynchronous loads, because their requests have not begun to compute; loads that were given up
     because a rank did not report them; that vLLM learns of a load that was not handed out.
@@ -145,11 +147,12 @@ class FailedLoadTaint(Checker):
 
     Verifies: after a failed load:
 
-    - By the next step, lookup or report, no chunk of the load is committed any more.
+    - At the first step, lookup or report after a load has failed, no chunk of the load is committed any more.
     - No load is issued for a request with `max_failed_loads` failed loads.
-    - Until an unfilled block is written or loaded again, it is neither given to a request as computed nor saved.
-    - A save that relies on the load is not committed. The save may be of the same request, or of another request that
-      has blocks of the load.
+    - A block that a failed load left unfilled is neither given to a request as computed nor saved, until the block is
+      written or loaded again.
+    - A save that relies on a failed load is not committed, whether the save is for the load's own request or for
+      another request that has blocks of the load.
 
     Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT); tails, which are dropped when their load fails;
     blocks that other requests computed on top of an unfilled block, if these blocks are given to a request or saved

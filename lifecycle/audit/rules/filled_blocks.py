@@ -16,9 +16,10 @@ class LoadDstExclusive(Checker):
 
     Verifies: of every load:
 
-    - The load fills the blocks that its tokens have in the request's table, each block once.
-    - No other load in flight fills one of these blocks. Loads whose request has lost its blocks are exempt.
-    - No other request has one of these blocks in its table when the load is issued, or gets one before the load ends.
+    - A load fills the blocks that its tokens have in the request's table, each block once.
+    - No block is filled by two loads in flight. Loads whose request has lost its blocks are exempt.
+    - When a load is issued, no other request has one of the load's blocks in its table. No other request gets one of
+      these blocks before the load ends.
     - While an asynchronous load is in flight, no step computes tokens of its request.
 
     Does not verify: tables of quarantined requests; tables of requests whose load has failed, and tables of groups
@@ -110,7 +111,7 @@ class LoadDstExclusive(Checker):
 class LoadXorStores(Checker):
     """LOAD_XOR_STORES: a block is not saved while a load fills it.
 
-    Such a save might copy the earlier contents of the block.
+    A save that reads a block during a load might copy what the block had before the load.
 
     Verifies: no load in flight of the same request, and no asynchronous load of any request, fills a block that a save
     reads. Blocks that the save's request has just lost are checked too. A save before its step's forward may read the
@@ -147,8 +148,9 @@ class LoadXorStores(Checker):
 class NewBlockExclusive(Checker):
     """NEW_BLOCK_EXCLUSIVE: a request gets no new block that another running request has in its table.
 
-    Requests share only the blocks of vLLM's prefix cache. In a new table, these blocks are at the front, up to the
-    computed tokens of the lookup. The blocks after them are new, and only this request fills them.
+    Requests share only the blocks of vLLM's prefix cache. A table begins with these shared blocks. They contain the
+    tokens that the request's lookup counted as computed. The blocks after them are new, and only the request with this
+    table fills them.
 
     Verifies: at the first step after an allocation, and at each step that extends a table, no other request with
     computed tokens has one of the new blocks, whether it got the block earlier or in the same step.

@@ -20,10 +20,11 @@ class CompletionOnce(Checker):
       reported the job before. If the workers were asked to report again, the job may already be settled, and the ranks
       may already have reported it. A load that was given up counts as settled, because its blocks may already belong to
       another request.
-    - `load.completed` and `load.failed` settle a load in flight, `save.completed` and `save.failed` a save in flight.
-    - Another connector of a `MultiConnector` reports no end that vLLM must not get (`end.refused`). It reports no block
-      as not filled while an asynchronous load fills that block. kvledger's workers report no blocks of asynchronous
-      loads.
+    - `load.completed` and `load.failed` settle a load in flight. `save.completed` and `save.failed` settle a save in
+      flight.
+    - No other connector of a `MultiConnector` reports an end that vLLM must not get (`end.refused`), or reports a block
+      as not filled while an asynchronous load of kvledger fills that block. kvledger's own workers never report blocks
+      of asynchronous loads.
 
     Does not verify: whether a job was settled too early, and whether it completed or failed (RANK_AGREEMENT); jobs that
     are never settled (LIVENESS).
@@ -145,12 +146,12 @@ class RankAgreement(Checker):
 class Liveness(Checker):
     """LIVENESS: workers are asked about an overdue copy, and the copy fails if it stays unreported.
 
-    A job is overdue more than `max_silent_steps` steps and more than `max_silent_ms` milliseconds after its issue. This
-    time begins anew when a step has to wait for the job because its blocks were taken, and when the workers are asked
-    about the job for the first time.
+    A job is overdue more than `max_silent_steps` steps and more than `max_silent_ms` milliseconds after its issue. The
+    counts of steps and milliseconds restart when a step has to wait for the job because the job's blocks were taken,
+    and when the workers are asked about the job for the first time.
 
     Verifies: if a job is overdue at a step, then before the next step it is settled, or the workers are asked about it.
-    If the workers had been asked before, the job is settled, for example given up.
+    If the workers had been asked about the job before, it is settled, for example because kvledger gives it up.
     Does not verify: jobs that were not overdue yet at the last recorded step. An engine that only waits records few
     steps. RECORDED reports that a job was given up.
     """
@@ -202,8 +203,8 @@ class DeliveredOnce(Checker):
     - A load that is reported as received or failed was claimed, was asynchronous, and ended as reported.
     - A request is reported as sent only if it ended while a copy read its blocks, and if no copy reads them any more.
     - A block is reported as not filled only if its load was refused or not handed out.
-    - If the log has `hooks.exchanged`, an end is reported before the second step after it became due.
-    - A load is not refused after it was issued. If a hook failed between the two, this is not checked.
+    - If the log has `hooks.exchanged`, an end is reported before the second step after the end became due.
+    - No load is refused after it was issued. This is not checked if a hook failed after the load was issued.
 
     Does not verify: that jobs and reminders are handed out at all (COPY_IN_TIME, LIVENESS); deliveries that became due
     before the audit's start, after kvledger declined to serve the model, or after the ledger became corrupt.

@@ -22,14 +22,14 @@ class KeyIdentity(Checker):
     last blocks have different hashes in vLLM.
 
     Verifies: none of the last 65536 keys of the log identifies two prefixes. The keys of all requests are compared with
-    one another. The keys of a request have no gap. A key is vLLM's hash of the chunk's last block, cut to 16 bytes, if
-    chunks are whole blocks and the request has no adapter, no given embeddings and is no pooling request. In all other
-    cases the key differs from that hash. The check uses the first 4 bytes of vLLM's hash, which kvledger reads
-    separately from the key.
-    Does not verify: that a key covers everything else on which the KV depends, such as salt, adapter, media and
-    weights, because the log has only the keys. A key that is not vLLM's hash, such as the key of a chunk smaller than a
-    block, is compared only with equal keys; tokens after the last whole block are not compared. A key is
-    compared with vLLM's hash only if the log has that hash.
+    one another. If a chunk of a request has a key, every chunk before it has a key. A key is vLLM's hash of the chunk's
+    last block, cut to 16 bytes, if chunks are whole blocks and the request has no adapter and no prompt embeddings, and
+    is not a pooling request. In all other cases the key differs from vLLM's hash of that block. The check uses the
+    first 4 bytes of vLLM's hash, which kvledger reads separately from the key.
+    Does not verify: that a key covers everything besides tokens on which the KV depends, such as salt, adapter, media
+    and weights, because the log has only the keys. If a key is not vLLM's hash, for example because a chunk is smaller
+    than a block, chunks with the same key are compared only up to their last whole block. A key is compared with vLLM's
+    hash only if the log has that hash.
     """
 
     rule = "KEY_IDENTITY"

@@ -17,15 +17,15 @@ _OF_A_JOB = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.Tra
 
 
 class LegalTransition(Checker):
-    """LEGAL_TRANSITION: every event is allowed in its request's state, and every decision follows its cause.
+    """LEGAL_TRANSITION: every event is allowed in its request's state, and every decision names its cause.
 
-    Verifies: the transition tables of `phase` and `blocks` have a row for every request event, and for every request
-    that a step schedules. A step schedules only requests that exist. The step's field `paused` names only steady
-    requests. A request id arrives again only after its earlier life has finished. Every decision names the last
-    observation before it as its cause.
-    Does not verify: that kvledger's own state follows the rows (every audit checks that with the reference machines);
-    observations about a request that is already quarantined; reports about jobs of an earlier life of the id
-    (GEN_ISOLATION); that the tables are right.
+    Verifies: for every request event, and for every request that a step schedules, the transition tables of `phase` and
+    `blocks` have a row that begins at the request's state. A step schedules only requests that exist. The step's field
+    `paused` names only steady requests. A request id arrives again only after its earlier life has finished. Every
+    decision names the last observation before it as its cause.
+    Does not verify: that kvledger's own state changes as the transition tables say (every audit compares it with
+    reference state machines); observations about a request that is already quarantined; whether decisions about jobs of
+    an earlier life of a request id are allowed (GEN_ISOLATION); that the transition tables are right.
     """
 
     rule = "LEGAL_TRANSITION"
@@ -85,11 +85,13 @@ _OfBlocks = e.SaveIssued | e.TailSaveIssued | e.SaveDeclined | e.ChunksEvicted
 class GenIsolation(Checker):
     """GEN_ISOLATION: a decision about one generation of a request does not reach another generation.
 
-    Verifies: a decision about a job names the life (request, ordinal, generation) for which the job was issued. Any
-    other decision names the present generation of the present life. After a preemption, decisions about the lost blocks
-    (saves, declined saves, and evictions for these saves) name the generation before the preemption.
-    Does not verify: that an event of another generation leaves the request's state unchanged, which every audit checks
-    with the reference machines; that the bytes went to the blocks of the right generation.
+    Verifies: a decision about a job in flight names the life (request, ordinal, generation) for which the job was
+    issued. Other decisions name the present generation of the present life. While a request is preempted, decisions
+    about its lost blocks (saves, declined saves, and evictions for these saves) name the generation before the
+    preemption.
+    Does not verify: releases of requests (RELEASE_ALL); decisions of extensions; that an event of another generation
+    leaves the request's state unchanged, for which every audit compares it with reference state machines; that the
+    bytes went to the blocks of the right generation.
     """
 
     rule = "GEN_ISOLATION"
@@ -148,9 +150,10 @@ def _words(life: tuple[str, int, int]) -> str:
 
 
 class FinishIsLast(Checker):
-    """FINISH_IS_LAST: nothing new starts for a finished request.
+    """FINISH_IS_LAST: no job is issued for a finished request, except the save that the request's end causes.
 
-    Verifies: a finished or released request gets no load, no tail save, and no save except the one that its end causes.
+    Verifies: no load and no tail save is issued for a finished or released request, and no save of chunks except the
+    one that the request's end causes.
     Does not verify: what the engine does with the request after its end.
     """
 
@@ -171,10 +174,10 @@ class FinishIsLast(Checker):
 class ReleaseAll(Checker):
     """RELEASE_ALL: a request is released if and only if it has finished and has no job in flight.
 
-    Verifies: a release names the present life and generation of the request id, and no job of this life is in flight. A
-    finished request is released before the first step that follows its end and its last job.
-    Does not verify: that projections forget the request, which their tests check; what the adapter or the engine keeps
-    about the request.
+    Verifies: a release names the present life and generation of the request id, and no job of this life is in flight.
+    When a request has finished and none of its jobs is in flight any more, it is released before the next step.
+    Does not verify: that projections forget the request (the projections' own tests check that); what kvledger's
+    adapter for vLLM, or the engine, keeps about the request.
     """
 
     rule = "RELEASE_ALL"

@@ -15,19 +15,19 @@ class LookupPure(Checker):
 
     Verifies: of every answer:
 
-    - It offers max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens) tokens, and 0 if
-      vLLM's own prefix hit ends inside a block.
-    - It is asynchronous if and only if the settings in the log's header demand that for a load of so many tokens. With
-      several groups of layers a load is always asynchronous. An answer of 0 tokens is never
-      asynchronous.
-    - It has the token counts of its lookup.
-    - Its hit and its offered tokens are the same as in the request's previous answer, if nothing on which they depend
-      has changed.
+    - An answer offers max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens) tokens. With
+      sliding windows it may offer fewer tokens. It offers 0 tokens if vLLM's own prefix hit ends inside a block.
+    - With one group of layers, an answer is asynchronous if and only if the settings in the log's header demand an
+      asynchronous load for the number of offered tokens. With several groups, every answer that offers tokens is
+      asynchronous. An answer of 0 tokens is never asynchronous.
+    - An answer or a deferral has the same `num_tokens` and `num_computed_tokens` as its lookup.
+    - An answer has the same hit and offers the same number of tokens as the previous answer to its request, if nothing
+      on which an answer depends has changed in between.
 
     Does not verify: whether the last token is left to compute (LAST_TOKEN); whether a load that is not offered would be
-    slower than computing (LONGEST_HIT); whether the recorded hit is stored. RESET_EPOCH and LOADABLE_AFTER_COMMIT find
-    offered tokens that are not stored. The replay, which makes each decision again, finds all other
-    differences.
+    slower than computing (LONGEST_HIT); whether the tokens of the recorded hit are stored. RESET_EPOCH and
+    LOADABLE_AFTER_COMMIT find offered tokens that are not stored. `kvledger verify` finds every other wrong hit when it
+    makes the decision again.
     """
 
     rule = "LOOKUP_PURE"
@@ -128,13 +128,14 @@ class LookupPure(Checker):
 
 
 class LongestHit(Checker):
-    """LONGEST_HIT: a lookup finds the whole stored prefix, and records why the prefix ends there or is not used.
+    """LONGEST_HIT: a lookup finds the whole stored prefix, and its answer says why the hit ends or is not used.
 
-    The recorded hit covers the request's committed chunks up to the first gap, and then the request's own saved tail.
+    The recorded hit covers the request's chunks before the first chunk that is not committed, and then the request's
+    own saved tail if the tail begins there.
 
-    Verifies: the hit of every answer, before any limit is applied, and the recorded reason. Reasons are that the next
-    chunk is missing or being saved, that the request is quarantined, that it must compute first after a failed load, or
-    that the load would take longer than computing.
+    Verifies: the hit of every answer before it is limited, and the recorded reason why the hit ends or is not used. For
+    example, the next chunk is missing or being saved, the request is quarantined, the request must compute tokens first
+    because a load failed, or the load would take longer than computing.
     Does not verify: hits that a sliding window limits (GROUP_AGREEMENT); a hit of more tokens than are stored
     (LOADABLE_AFTER_COMMIT, RESET_EPOCH); how much of the hit is offered (LOOKUP_PURE, GROUP_AGREEMENT).
     """
@@ -187,15 +188,16 @@ class LongestHit(Checker):
 class DeferBounded(Checker):
     """DEFER_BOUNDED: a lookup is deferred for a job in flight, and only a limited number of times.
 
-    A request has at most `max_deferred_lookups` deferred lookups in a row. Further deferrals for the same load need not
-    be counted, because every load ends.
+    At most `max_deferred_lookups` lookups of a request are deferred in a row. Of several deferrals in a row for the
+    same load, the connector need count only the first, because every load ends.
 
-    Verifies: the recorded number of deferrals in a row is the number that the checker counts. The lookup is deferred
-    for one of these jobs:
+    Verifies: every deferral records the number of deferrals in a row that the checker counts. Every deferral is for one
+    of these jobs:
 
-    - a save in flight
-    - if vLLM's prefix cache is on, an asynchronous load of another request that brings chunks of this request
-    - with sliding windows, any load in flight
+    - a save that is in flight
+    - if vLLM's prefix cache is on, an asynchronous load in flight for another request, which loads chunks that the
+      deferred request also has
+    - if the model has sliding windows, any load that is in flight
 
     Does not verify: whether the deferral saved time.
     """

@@ -25,21 +25,22 @@ _Numbers = dict[int, tuple[int, int]]
 class CopyInTime(Checker):
     """COPY_IN_TIME: a copy begins and ends at its place in a step, and a step does not end without its copies.
 
-    A step begins with saves of blocks that it may overwrite, and with the end of copies for which it waits. Its loads
-    come next. Its other saves begin after the forward.
+    A step begins with the saves of blocks that the step may overwrite, and waits for copies that must end first. Then
+    the step's loads begin. The step's other saves begin after the forward.
 
-    A copy counts as ended when it is done, or when everything that the device gets later will run after the copy.
+    A copy counts as ended when it is done, or when the device is certain to run all later work after the copy.
 
     Verifies: of each reported copy, if the log has the moments at which it began and ended:
 
-    - It began in the step that handed it out: in `handle_preemptions` if it is a save before the forward, in
+    - A copy began in the step that handed it out: in `handle_preemptions` if the copy is a save before the forward, in
       `start_load_kv` if it is a load, else in `wait_for_save`.
-    - If it is not asynchronous, it ended in the same hook.
-    - If a step waits for it, it ended in that step's `handle_preemptions` or earlier.
-    - A load, or a save after the forward, began after the copies that had to precede it.
+    - A copy that is not asynchronous ended in the hook in which it began.
+    - If a step waits for a copy, the copy ended in that step's `handle_preemptions` or earlier.
+    - A load, or a save after the forward, began after the end of the copies that had to precede it.
 
-    When a rank sends the output of a step, it has reported or begun all copies for which this step or an earlier one
-    waits, and all copies that it was asked about.
+    When a rank sends the output of a step, it has reported all copies that it was asked about, and all copies of the
+    step that are not asynchronous. A save after the forward may be missing until the output of the next step. Copies
+    that `step.reported` lists as still in flight are exempt.
 
     Does not verify: copies that were never reported, if no rank reported a later step (LIVENESS, SETTLED_AT_CLOSE); how
     soon the end of an asynchronous copy is reported; that the device kept the order; whether vLLM called
@@ -169,8 +170,8 @@ class SettledAtClose(Checker):
     Verifies: at the note "connector shut down", each rank has reported each copy that is not asynchronous. Copies of
     the last steps are exempt, because vLLM may not have processed the outputs of these steps. The rule is checked only
     if the log records such outputs (`step.reported`).
-    Does not verify: asynchronous copies, which a shutdown may interrupt; logs without that note; copies in flight of a
-    released request (RELEASE_ALL).
+    Does not verify: asynchronous copies, which a shutdown may interrupt; logs without the note "connector shut down";
+    copies in flight of a released request (RELEASE_ALL).
     """
 
     rule = "SETTLED_AT_CLOSE"

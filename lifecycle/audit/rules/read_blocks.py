@@ -18,9 +18,10 @@ class SrcBlockStable(Checker):
 
     Verifies: at every step, one of these holds for each asynchronous save:
 
-    - Its request is in the generation of the save, and has the blocks in its table.
-    - Its request has finished, and the blocks are held.
-    - A step waits for the save.
+    - The save's request is still in the generation for which the save was issued, and has the save's blocks in its
+      table.
+    - The save's request has finished, and its blocks are held for a copy.
+    - A step waits for the save to end.
 
     Does not verify: saves within a step, which end before the next step begins; blocks that another connector gives
     away; that the workers really wait.

@@ -13,9 +13,10 @@ class Recorded(Checker):
     Each `invariant.violated` and each `hook.failed` counts as a violation of this rule.
 
     Verifies: nothing by itself. The detail of a violation begins with the rule that the connector found broken, or
-    names the hook that failed. One of these rules, HANDLER_RAISED, can be decided by no other checker, because the log
-    alone does not show it.
-    Does not verify: whether the connector was right. `kvledger verify` shows that when it makes the decisions again.
+    names the hook that failed. Only this rule reports HANDLER_RAISED, because nothing else in a log shows that a state
+    handler raised.
+    Does not verify: whether the connector recorded the violation rightly. `kvledger verify` shows that when it makes
+    the decisions again.
     """
 
     rule = "RECORDED"

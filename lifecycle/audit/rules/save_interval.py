@@ -1,4 +1,4 @@
-"""Saves: that the tokens of a decoding request are saved in time."""
+"""Saves: how soon the settled tokens of a decoding request are saved."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NUM_STEPS = 8
 
 
 class SaveInterval(Checker):
-    """SAVE_INTERVAL: settled chunks of a decoding request are recorded for saving within a save interval.
+    """SAVE_INTERVAL: settled chunks of a decoding request are recorded for saving at the end of each save interval.
 
-    Each chunk that lies within the prompt is recorded when it has settled. Other chunks are recorded when a whole save
-    interval has settled.
+    A chunk within the prompt is recorded for saving as soon as all of its tokens are settled. Later chunks are recorded
+    as soon as all tokens of a save interval (`save_interval_tokens`, rounded up to whole chunks) are settled.
 
     Verifies: whether chunks were recorded in time. This is checked at each event with a request's settled tokens:
     steps, preemptions and ends of requests. A request is checked only if it has decoded for more than eight steps in a
     row. The tokens of the last eight steps do not count.
     Does not verify: requests that decode several tokens per step, are quarantined, or have KV from before a reset;
-    chunks whose key was never known; a request that still decodes when the log ends.
+    chunks whose key was never known; the last chunks of a request that still decodes when the log ends.
     """
 
     rule = "SAVE_INTERVAL"

@@ -19,9 +19,9 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 class ChunkComplete(Checker):
     """CHUNK_COMPLETE: only settled tokens are saved.
 
-    Verifies: every saved chunk or tail ends within the settled tokens that a step, a preemption or the request's end
-    recorded last before the save. At a request's end the last sampled token does not count, because it was never
-    computed. A tail begins where a chunk begins, and is shorter than a chunk.
+    Verifies: every saved chunk or tail ends within the settled tokens that were most recently recorded for its request
+    by a step, a preemption or the request's end. At a request's end the last sampled token does not count, because it
+    was never computed. A tail begins where a chunk begins, and has fewer tokens than a chunk.
     Does not verify: that the number of settled tokens is right (SETTLED_EXACT); the order of writes on the device.
     """
 
@@ -61,7 +61,7 @@ class CursorLeFrontier(Checker):
 
     Verifies: each step records settled chunks of a request from the cursor on, and the cursor is not beyond the settled
     tokens of that step. The checker computes the cursor itself. A preemption, a failed load of the present generation,
-    a rollback, a next turn and a reset move it back.
+    a rollback, a session's next turn and a reset move the cursor back.
     Does not verify: that the chunks before the cursor were saved (STORE_CONTIGUOUS).
     """
 
@@ -151,13 +151,13 @@ class _Accounted(msgspec.Struct, gc=False):
 
 
 class StoreContiguous(Checker):
-    """STORE_CONTIGUOUS: saves leave no gap, because no hit reaches beyond a gap.
+    """STORE_CONTIGUOUS: saves leave out no chunk, because a hit ends at the first chunk that is not stored.
 
     When a chunk of a request is saved, each chunk before it is in the pool, is being saved, or was declined.
 
     Verifies: the chunks before each saved chunk, over the whole life of a request. A chunk counts as being in the pool
-    if it was there when a step, a preemption or an end recorded its tokens as settled, or if it is there when the later
-    chunk is saved. It counts as declined if a reset or a quarantine prevented its save.
+    if it was in the pool when a step, a preemption or the request's end recorded its tokens as settled, or if it is in
+    the pool when a later chunk is saved. A chunk counts as declined if a reset or a quarantine prevented its save.
     Does not verify: that settled chunks are saved at all, which the state handlers decide; that chunks stay in the pool
     afterwards.
     """
@@ -346,8 +346,8 @@ class SettledSaved(Checker):
     """SETTLED_SAVED: settled chunks are saved at the latest when the request loses its blocks.
 
     Verifies: when a request is preempted or ends, each of its settled chunks is in the pool, is being saved, or is
-    declined. At an end the last token does not count, because it was never computed. Requests are not checked if they
-    are quarantined, if a load for them is in flight, or if they have KV from before a reset.
+    declined. At a request's end its last token does not count, because it was never computed. A request is not checked
+    if it is quarantined, if a load for it is in flight, or if it has KV from before a reset.
     Does not verify: how much earlier a chunk is saved, which the state handlers decide; tails; chunks whose save was in
     flight during a reset (RESET_EPOCH); models with sliding windows, whose saves leave out chunks that no token sees
     any more.

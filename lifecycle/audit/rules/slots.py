@@ -16,10 +16,10 @@ class LoadableAfterCommit(Checker):
     page of the request's saved tail. A chunk is committed from the completion of its save until it is evicted or
     tainted, or until a reset.
 
-    Verifies: the slot of each page of a load, in order. The audit computes chunks and tails itself. Each page has all
-    tokens that the load needs from it, even if a chunk or tail ends inside a block. A tail is read only by a load that
-    ends inside the tail. By then, the save of the tail has completed and no event has dropped the tail. A load has as
-    many slots as blocks.
+    Verifies: the slot of each page of a load, in the order of the pages. The audit computes from the log which chunks
+    and tails are in the slots. Each page has all tokens that the load needs from it, even if a chunk or tail ends
+    inside a block. A load reads a tail only if the load ends inside the tail or at its end. When such a load is issued,
+    the save of the tail has completed and no event has dropped the tail. A load has as many slots as blocks.
     Does not verify: the bytes in a slot; the blocks of a load (LOAD_DST_EXCLUSIVE); pages that a load leaves out
     (GROUP_AGREEMENT).
     """
@@ -97,8 +97,8 @@ class SlotExclusive(Checker):
     """SLOT_EXCLUSIVE: a save writes only into free slots.
 
     Verifies: every save of chunks or of a tail has slots that exist in the pool, each once. These slots belong to no
-    committed chunk, no saved tail and no other copy in flight. They belong to no save that was given up, as long as
-    a rank may still write into the slots of that save.
+    committed chunk, no saved tail and no other copy in flight. If a save was given up, and a rank may still write into
+    its slots, no other save has these slots.
     Does not verify: that the workers write into these slots and no others.
     """
 

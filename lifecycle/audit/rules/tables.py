@@ -18,9 +18,10 @@ from kvledger.lifecycle.states import RequestState
 class TableEq(Checker):
     """TABLE_EQ: the block table that is computed from the log equals the scheduler's own table.
 
-    Verifies: if a step has a row for a request, the block table computed for the request covers all scheduled tokens.
-    No block occurs twice in an allocation, or in the table at the first step after the allocation. The connector never
-    recorded the scheduler's own table (`blocks.observed`), which it does only if the two tables differ.
+    Verifies: if a step has a row for a request, the block table computed for the request covers all of the request's
+    tokens up to the last one that the step schedules. No block occurs twice in an allocation, or in the table at the
+    first step after the allocation. The log has no `blocks.observed`, with which the connector records the scheduler's
+    own table if the two tables differ.
     Does not verify: the position of each block, if the connector did not compare the tables; tables of quarantined
     requests.
     """
@@ -76,16 +77,17 @@ def _twice(block_ids: Sequence[int]) -> list[int]:
 
 
 class SrcBlockOwned(Checker):
-    """SRC_BLOCK_OWNED: a save copies from the request's own blocks, where its chunks or its tail are.
+    """SRC_BLOCK_OWNED: a save copies from the blocks in which its request has the saved chunks or the tail.
 
     Verifies: of every save:
 
-    - It copies from the blocks that its chunks have in the table computed from the log, in order. Each chunk occurs
-      once.
+    - A save of chunks copies from the blocks that the table computed from the log has for these chunks, in the order of
+      the chunks. Each chunk occurs once.
     - A tail is copied from the blocks that its tokens had in the table that the request lost.
-    - A save precedes the step's forward if and only if its blocks are free. With sliding windows this is not checked.
-    - A save is asynchronous only if the configuration allows it, and never after a preemption. With sliding windows
-      this is not checked.
+    - A synchronous save of chunks precedes the step's forward if and only if its request has lost the blocks. With
+      sliding windows this is not checked.
+    - A save of chunks is asynchronous only if the configuration allows it. For a preempted request it is never
+      asynchronous. With sliding windows this is not checked.
 
     Does not verify: that the computed table is the scheduler's (TABLE_EQ); that the blocks do not change until the copy
     is done (SRC_BLOCK_STABLE); saves that a finished request must not get (FINISH_IS_LAST).
@@ -149,13 +151,13 @@ class SrcBlockOwned(Checker):
 class GroupAgreement(Checker):
     """GROUP_AGREEMENT: a load brings all pages that the next token sees; a save reads no page outside the window.
 
-    A load ends at the same token in all groups. With full attention alone there is nothing to verify.
+    A load ends at the same token in all groups. If all layers have full attention, there is nothing to verify.
 
     Verifies: with sliding windows:
 
-    - An answer covers as many tokens of the usable hit as the stored pages allow: all pages that the next token sees
-      through its windows are stored. An answer of 0 tokens means that the stored pages allow no load, or that another
-      request's load is in flight.
+    - An answer covers as many tokens of the usable hit as the stored pages allow. They allow a load of all tokens
+      before a token if all pages that this token sees through its windows are stored. An answer of 0 tokens means that
+      the stored pages allow no load, or that another request's load is in flight.
     - A load copies a page if and only if the token that follows the loaded tokens sees the page.
     - A save reads a page only if the page was inside the window when the request's settled tokens were last recorded. A
       save before the forward may also read pages that have just fallen out of the window.

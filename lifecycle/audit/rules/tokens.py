@@ -16,7 +16,7 @@ class LastToken(Checker):
 
     Verifies: an answer does not offer all known tokens, even if the hit covers them all. A load does not fill the last
     known token. At the first step after an allocation, at least one token is still to compute.
-    Does not verify: that the engine computed this token.
+    Does not verify: that the engine computed the last token.
     """
 
     rule = "LAST_TOKEN"
@@ -61,7 +61,8 @@ class AllocMatchesLookup(Checker):
     Verifies: before an allocation that claims external tokens, an answer offered at least as many tokens to the same
     generation. No other allocation has claimed that answer, and no preemption or reset has cancelled it. A load reads
     exactly the claimed tokens, beginning with the first offered token. A load is asynchronous if and only if its answer
-    was asynchronous. From the answer, vLLM decides whether it schedules the request at once or waits for a report.
+    was asynchronous: vLLM schedules the request at once after a synchronous answer, and waits for the load's end after
+    an asynchronous one.
     Does not verify: whether the answer was right (LOOKUP_PURE); whether the tokens can still be loaded
     (LOADABLE_AFTER_COMMIT).
     """
@@ -112,7 +113,7 @@ class AllocMatchesLookup(Checker):
 class ExternalZeroNoLoad(Checker):
     """EXTERNAL_ZERO_NO_LOAD: an allocation that claims no external tokens causes no load.
 
-    Such an allocation also releases the pending answer.
+    Every allocation, even one that claims no external tokens, ends the promise of the request's pending answer.
 
     Verifies: every load follows an allocation of its request that claimed external tokens. Between the two, the request
     was not preempted, did not end, and did not continue with a session's next turn. Each allocation causes at most one
@@ -148,11 +149,12 @@ class TokenConservation(Checker):
 
     - After an allocation that claimed external tokens, the request's first step computes from the first token that is
       neither local (in vLLM's prefix cache) nor external. If all known tokens are local or external, the step computes
-      the last token again (`v1/core/sched/scheduler.py`, _update_waiting_for_remote_kv, 0.32). This is not checked
-      after a rollback, or after a failed load, even a load of another request into shared blocks.
-    - No count of a step or lookup is negative.
-    - `prefill.advanced` and `prefill.completed` have the computed and the known tokens that the steps add up to. The
-      event is `prefill.completed` if and only if no token remains to compute.
+      the last token again (`v1/core/sched/scheduler.py`, _update_waiting_for_remote_kv, 0.32). This is not checked if
+      the request was rolled back before that step, or if a load failed that fills blocks of the request, even a load
+      for another request that shares these blocks.
+    - No token count in a step or in the answer to a lookup is negative.
+    - `prefill.advanced` and `prefill.completed` have the numbers of computed tokens and of known tokens that a reader
+      counts in the recorded steps. The event is `prefill.completed` if and only if no known token remains to compute.
 
     Does not verify: later steps of the request, because rejected drafts reduce its computed tokens without an event;
     admissions that claimed nothing, because vLLM gives the connector their local tokens rounded to blocks.
@@ -239,7 +241,7 @@ class ResumeCoversOutput(Checker):
     """RESUME_COVERS_OUTPUT: a preempted request is looked up with all of its tokens, outputs included.
 
     Verifies: every lookup after a preemption has at least as many tokens as the engine counted at the preemption, and
-    as many as earlier steps recorded.
+    at least as many tokens as the steps before the preemption recorded.
     Does not verify: that the engine's count was complete, if no step has recorded more tokens.
     """
 
@@ -268,8 +270,8 @@ class ResumeCoversOutput(Checker):
 class StepSum(Checker):
     """STEP_SUM: the tokens of a step are the sum of the tokens of its requests.
 
-    The sum counts the tokens of the requests that the step lists, and one token for each steady request that it leaves
-    out.
+    The sum counts the tokens of the requests that the step's event lists, and one token for each steady request that
+    the event leaves out.
 
     Verifies: the sum of every step. A request that is missing from a step, or counts twice, is found at that step. Step
     numbers have no gap.
@@ -302,21 +304,24 @@ class StepSum(Checker):
 
 
 class SettledExact(Checker):
-    """SETTLED_EXACT: the computed and settled tokens in the log are the numbers that its steps add up to.
+    """SETTLED_EXACT: the numbers of computed and settled tokens in the log agree with the recorded steps.
 
-    If one token too many counts as settled, it may be saved before it is written. If one too few counts, a chunk may
-    stay unsaved.
+    If too many tokens count as settled, a token may be saved before its KV is written. If too few tokens count as
+    settled, a chunk may stay unsaved.
 
     Verifies: counts in events, against the tokens that steps have scheduled:
 
-    - The settled tokens in a step and in `window.left` are the tokens computed before the step, without the tokens in
-      flight. This is checked if the log has the tokens in flight, which the engine counts.
-    - With speculative decoding, the settled tokens at a preemption and at a request's end are also the computed tokens
-      without the tokens in flight.
-    - Without speculative decoding, no step counts more tokens as computed than the earlier steps of the request add up
-      to. If a request loses blocks by a preemption or at its end, the event has at most as many settled tokens as the
-      steps have scheduled or the last allocation has brought, whichever is more.
-    - A next turn or a rollback keeps at most the tokens that were computed.
+    - In a step, the number of a request's settled tokens is the number of tokens computed before the step, minus the
+      number of these tokens in flight. In `window.left`, it is the same difference for the last step before the event.
+      This is checked if the log has the number of tokens in flight, which the engine counts. Without sliding windows, a
+      step counts only settled tokens of chunks with known keys.
+    - If `request.preempted` or `request.finished` has the number of tokens in flight, all known tokens that are
+      computed count as settled. With speculative decoding, the last known token and the tokens in flight do not count.
+    - If `request.preempted` or `request.finished` lacks the number of tokens in flight, it has at most as many settled
+      tokens as the steps have computed, or as the last allocation has brought, whichever is more.
+    - Without speculative decoding, no step counts more tokens of a request as computed than the request's earlier steps
+      have computed.
+    - A session's next turn or a rollback keeps at most as many tokens as were computed before it.
 
     Does not verify: how many tokens are in flight and how many drafts were rejected, which only the engine knows; the
     first step after an allocation (TOKEN_CONSERVATION); a request's end that records no settled tokens, if a hook

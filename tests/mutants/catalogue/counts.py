@@ -57,7 +57,7 @@ def settled_before_it_is_written(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=TWO_IN_FLIGHT)
 def written_counted_as_in_flight(touch: Touch) -> Sequence[Patch]:
-    """When a request loses its blocks, tokens in flight count as unsettled, though the save comes after their step."""
+    """When a request loses its blocks, tokens in flight are not saved, though the save runs after their steps."""
 
     def num_written_tokens(original: Any, reader: RequestReader, request: Any, num_computed_tokens: int) -> int:
         written: int = original(reader, request, num_computed_tokens)
@@ -71,7 +71,7 @@ def written_counted_as_in_flight(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#54193", "vllm#49285", scene=Worlds())
 def stop_token_counted_as_computed(touch: Touch) -> Sequence[Patch]:
-    """The stop token of an ended request counts as computed, though no step computed it."""
+    """The last sampled token of an ended request counts as settled, though no step computed it."""
 
     def change(event: e.Event) -> e.Event:
         if isinstance(event, e.RequestFinished) and event.num_settled_tokens == event.num_tokens - 1:
@@ -83,7 +83,7 @@ def stop_token_counted_as_computed(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=Worlds())
 def one_short_at_the_end(touch: Touch) -> Sequence[Patch]:
-    """The last computed token of an ended request does not count as settled, so a chunk that ends with it is lost."""
+    """At a request's end, the last computed token does not count as settled, so a chunk that it fills is not saved."""
     return [by(touch, e.RequestFinished, -1)]
 
 
@@ -135,7 +135,7 @@ def window_left_too_late(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "LMCache#653", scene=Worlds())
 def later_part_counted_from_one_further(touch: Touch) -> Sequence[Patch]:
-    """A later part of a chunked prompt is counted from one token after the end of the previous part."""
+    """If a prompt takes several steps, the tokens of a later step are recorded one position too far in the prompt."""
 
     def advanced(original: Any, reader: StepReader, counts: Any, num_scheduled: Any) -> list[Any]:
         rows = original(reader, counts, num_scheduled)

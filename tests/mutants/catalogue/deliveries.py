@@ -48,7 +48,7 @@ def told_again(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DELIVERED_ONCE", "vllm#43226", "vllm#53079", scene=Worlds())
 def told_to_nobody(touch: Touch) -> Sequence[Patch]:
-    """The connector reports the blocks of every ended request as free, even if vLLM did not keep them."""
+    """The connector reports to vLLM that an ended request's blocks can be freed, though vLLM has freed them already."""
 
     def finished(original: Any, owed: Owed, event: e.RequestFinished, sequence: int) -> None:
         ordinal = owed.present(event.request_id)
@@ -92,7 +92,7 @@ def end_of_save_forgotten(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DELIVERED_ONCE", scene=Worlds())
 def refused_although_issued(touch: Touch) -> Sequence[Patch]:
-    """The connector refuses a load that it issued, so the load overwrites blocks that vLLM has computed by then."""
+    """The connector issues a load but reports its blocks as unfilled. The load overwrites what vLLM computes there."""
 
     def observe(original: Any, journal: Journal, event: e.Event) -> list[e.Event]:
         decisions: list[e.Event] = original(journal, event)

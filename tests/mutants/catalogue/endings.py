@@ -17,7 +17,7 @@ from mutants.scenes import Worlds
 
 @mutant("LEGAL_TRANSITION", "vllm#33377", "vllm#25067", scene=Worlds())
 def ends_twice(touch: Touch) -> Sequence[Patch]:
-    """The connector records the end of a request twice if its blocks are kept for copies."""
+    """The connector records the end of a request twice if a copy of the request is in flight."""
 
     def finish(original: Any, side: SchedulerSide, request: Any, num_blocks: int) -> Any:
         held = original(side, request, num_blocks)
@@ -31,7 +31,7 @@ def ends_twice(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FINISH_IS_LAST", "vllm#49635", scene=Worlds())
 def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
-    """The connector defers the last save of an ended request until its other copies are done."""
+    """When a copy of an ended request is settled, the connector issues another save for this request."""
     last_tables: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def save_on_finish(turn: Any, event: e.RequestFinished) -> None:
@@ -61,7 +61,7 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RELEASE_ALL", "vllm#30745", "vllm#44100", "aibrix#2231", scene=Worlds())
 def never_released(touch: Touch) -> Sequence[Patch]:
-    """The connector never releases a request that ends before it was scheduled."""
+    """The connector never forgets a request that ends without any computed tokens."""
     original = handlers.release_if_settled
 
     def release(turn: Any) -> None:
@@ -75,7 +75,7 @@ def never_released(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DELAY_FREE_CONTRACT", "vllm#46240", "vllm#50297", scene=Worlds())
 def held_for_nobody(touch: Touch) -> Sequence[Patch]:
-    """The connector holds the blocks of every ended request, even if no copy reads them."""
+    """The connector makes vLLM keep the blocks of every ended request, even if no copy reads them."""
 
     def save_on_finish(turn: Any, event: e.RequestFinished) -> None:
         decided: list[e.Event] = []

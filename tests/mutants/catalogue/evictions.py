@@ -111,7 +111,7 @@ def end_is_no_use(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def beginning_young_when_its_end_leaves(touch: Touch) -> Sequence[Patch]:
-    """Evicting the last chunk of a prompt counts as a use of the chunk before it, which then stays too long."""
+    """Evicting a leaf counts as a use of the chunk before the leaf, so that chunk is evicted too late."""
 
     def remove(original: Any, forest: Forest, keys: Sequence[bytes]) -> None:
         before = frozenset(map(forest._parent_of.get, keys)).difference(forest._order)
@@ -141,7 +141,7 @@ def no_longer_waited_for_is_oldest(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def beginning_evicted_before_its_end(touch: Touch) -> Sequence[Patch]:
-    """The first chunk of a prompt is evicted first, so no lookup finds the chunks after it."""
+    """Of a prompt's chunks, the first one is evicted before the others, so no lookup finds the others."""
 
     def leaving(original: Any, forest: Forest, *arguments: Any) -> Iterator[bytes]:
         leaving = list(original(forest, *arguments))

@@ -61,7 +61,7 @@ def _hands_out(change: Callable[[StepJobs], StepJobs]) -> Patch:
 
 @mutant(RULE, scene=Worlds())
 def answers_a_block_less(touch: Touch) -> Sequence[Patch]:
-    """The connector answers a lookup with 0 tokens if it decided on one block or less."""
+    """If the connector decides to offer at most one block of tokens, it answers the lookup with 0 tokens instead."""
 
     def change(side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
         num_tokens, _ = answer
@@ -75,7 +75,7 @@ def answers_a_block_less(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def answers_the_last_one(touch: Touch) -> Sequence[Patch]:
-    """If the previous lookup's answer has fewer tokens than the hit, the connector repeats that answer."""
+    """If the decided answer has more tokens than the previous lookup's answer, the connector gives the previous one."""
     last: dict[int, tuple[int | None, bool]] = {}
 
     def change(side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
@@ -166,7 +166,7 @@ def kept_without_a_copy(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#30745", scene=Worlds())
 def aborted_while_waiting_stays_open(touch: Touch) -> Sequence[Patch]:
-    """The connector does not record the end of a request that never got blocks."""
+    """The connector does not record the end of a request that ends without blocks and computed tokens."""
 
     def finish(original: Any, side: SchedulerSide, request: Any, num_blocks: int) -> Any:
         record = side._tracker.get(request.request_id)
@@ -204,7 +204,7 @@ def second_load_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def saved_too_late(touch: Touch) -> Sequence[Patch]:
-    """The workers get copies that must precede the forward pass in the list of copies that follow the pass."""
+    """In the step's metadata, saves that must precede the forward pass are listed with the saves that follow it."""
 
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.saves_before_forward:
@@ -323,7 +323,7 @@ def end_of_load_not_told(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#43226", scene=ASYNC_LOADS)
 def end_of_load_told_too_early(touch: Touch) -> Sequence[Patch]:
-    """When the first load ends, the connector reports the loads of all waiting requests as ended."""
+    """When one load ends, the connector reports all other loads in flight as ended, too."""
 
     def end(original: Any, side: SchedulerSide, output: Any) -> None:
         before = output.finished_recving
@@ -495,7 +495,7 @@ def load_errors_of_no_failure(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def waits_for_blocks_that_nobody_keeps(touch: Touch) -> Sequence[Patch]:
-    """The connector always reports pending block frees, so vLLM waits instead of preempting a request."""
+    """`has_pending_block_frees` always returns True, so vLLM waits for blocks instead of preempting a request."""
 
     def pending(original: Any, side: SchedulerSide) -> bool:
         if not original(side):

@@ -48,7 +48,7 @@ def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
 
 @mutant("ALLOC_MATCHES_LOOKUP", scene=Walks())
 def awaited_load_within_its_step(touch: Touch) -> Sequence[Patch]:
-    """A load that was answered as asynchronous is issued as a load that precedes the step's forward pass."""
+    """A load that the connector announced as asynchronous in its answer is issued as a synchronous load."""
 
     def load(decision: e.Event, *_: Any) -> e.Event:
         if not isinstance(decision, e.LoadIssued) or not decision.is_async:
@@ -178,7 +178,7 @@ def unfilled_blocks_stay_hashed(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FAILED_LOAD_TAINT", "vllm#49250", scene=FailedLoads(ends=("owner", "sharer")))
 def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
-    """The connector offers chunks that were computed on a failed load and saved before the load failed."""
+    """A save of chunks that were computed from a failed load's KV counts as completed, so lookups find the chunks."""
 
     def settled(decision: e.Event, _turn: Any, job: Copy) -> e.Event:
         if not isinstance(decision, e.SaveFailed) or job.ranks_failed or not job.is_doubtful:
@@ -192,7 +192,7 @@ def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
 
 @mutant("ROLLBACK_OBSERVED", "LMCache#3388", "vllm-ascend#13099", scene=FAILING)
 def failed_blocks_not_told(touch: Touch) -> Sequence[Patch]:
-    """The worker does not report which blocks it could not fill, so the request of these blocks goes on."""
+    """The worker does not report the blocks that a failed load left unfilled, so the request is not rolled back."""
 
     def take_failed_block_ids(original: Any, side: WorkerSide) -> set[int]:
         if original(side):
@@ -228,7 +228,7 @@ def one_group_answers_for_all(touch: Touch) -> Sequence[Patch]:
 
 @mutant("BYTES_UNCHANGED", "Mooncake#3140", "vllm#54363", scene=DIGESTED)
 def a_bit_falls_over_in_the_host_pool(touch: Touch) -> Sequence[Patch]:
-    """One bit of a slot flips in host memory between its save and its load."""
+    """One bit of a slot flips in host memory between the save into the slot and a load from the slot."""
 
     def begin_load(original: Any, side: WorkerSide, jobs: Any, engine: Any) -> Any:
         (job,) = jobs
@@ -243,7 +243,7 @@ def a_bit_falls_over_in_the_host_pool(touch: Touch) -> Sequence[Patch]:
 
 @mutant("BYTES_UNCHANGED", "vllm#57912", "LMCache#4558", scene=DIGESTED)
 def two_blocks_of_a_load_change_places(touch: Touch) -> Sequence[Patch]:
-    """A load copies its first two slots into each other's blocks."""
+    """A load copies its first slot into its second block, and its second slot into its first block."""
 
     def begin_load(original: Any, side: WorkerSide, jobs: Any, engine: Any) -> Any:
         (job,) = jobs
@@ -259,7 +259,7 @@ def two_blocks_of_a_load_change_places(touch: Touch) -> Sequence[Patch]:
 
 @mutant("BYTES_UNCHANGED", scene=DIGESTED)
 def joined_saves_mix_their_slots(touch: Touch) -> Sequence[Patch]:
-    """Saves that are copied together have their blocks in one order and their slots in another."""
+    """A worker that makes several saves in one copy gives their slots in another order than their blocks."""
 
     def pairs(original: Any, jobs: Any) -> Any:
         block_ids, slots = original(jobs)

@@ -55,7 +55,7 @@ SHARING = Worlds(
 
 @mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
 def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
-    """The connector answers a repeated lookup with the whole cached hit, without subtracting vLLM's computed tokens."""
+    """The answer to a repeated lookup is the whole hit. vLLM's computed tokens are not subtracted from the hit."""
 
     def answered(decision: e.Event, turn: Any, _event: Any) -> e.Event:
         if turn.record.answer is None or not isinstance(decision, e.LookupAnswered) or not decision.num_external_tokens:
@@ -69,7 +69,7 @@ def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
 def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
-    """A repeated lookup is answered as if vLLM still had all computed tokens of the first lookup."""
+    """From the hit of a repeated lookup, the connector subtracts the number of computed tokens at the first lookup."""
     first: dict[tuple[int, str, int], int] = {}
 
     def answered(decision: e.Event, turn: Any, event: Any) -> e.Event:
@@ -102,7 +102,7 @@ def preempted_finds_nothing(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LONGEST_HIT", scene=SLOW_COPIES)
 def slower_without_proof(touch: Touch) -> Sequence[Patch]:
-    """After a few loads the connector offers nothing more, even if computing takes longer than loading."""
+    """After a few loads, the connector stops offering tokens, even if loading them is faster than computing them."""
 
     def costs_more(original: Any, costs: TokenCosts) -> bool:
         if not original(costs):
@@ -114,7 +114,7 @@ def slower_without_proof(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LONGEST_HIT", scene=SLOW_COPIES)
 def never_tried_again(touch: Touch) -> Sequence[Patch]:
-    """After loading was measured to be slower than computing, the connector never offers anything again."""
+    """After loads were measured to be slower than computing the tokens, the connector never offers tokens again."""
 
     def is_slower(original: Any, costs: TokenCosts, time_ns: int) -> bool:
         if costs.state.declined_until_ns is None:
@@ -128,7 +128,7 @@ def never_tried_again(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LAST_TOKEN", "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds())
 def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
-    """The connector answers a hit on the whole prompt in full, so vLLM has no token left to compute."""
+    """If all tokens of a lookup are stored, the connector offers all of them, so vLLM has no token to compute."""
 
     def answered(decision: e.Event, *_: Any) -> e.Event:
         if not isinstance(decision, e.LookupAnswered) or decision.miss_reason in {"load_failed", "quarantined"}:
@@ -168,7 +168,7 @@ def prompt_only(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CURSOR_LE_FRONTIER", "LMCache#4508", scene=ROOMY)
 def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
-    """Every lookup moves the save cursor (the next chunk to save) forward by the length of its hit."""
+    """Every lookup moves the save cursor (the next chunk to save) forward by the number of chunks in the hit."""
 
     def folded(original: Any, tracker: RequestTracker) -> dict[Any, Any]:
         def answered(event: e.LookupAnswered, sequence: int, subject: Subject) -> None:
@@ -198,7 +198,7 @@ def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DEFER_BOUNDED", "vllm#44294", scene=SHARING)
 def deferred_for_any_load(touch: Touch) -> Sequence[Patch]:
-    """A lookup is deferred for another request's load, even if that load brings no chunk of the looked-up request."""
+    """The connector defers a lookup until the load of another request ends, even if the requests share no chunk."""
 
     def shared_load(
         original: Any, end_token: int, num_computed_tokens: int, record: RequestRecord, projections: Projections
@@ -248,7 +248,7 @@ def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
 
 @mutant("PIN_BALANCE", "LMCache#1254", "LMCache#3381", "vllm#44100", scene=TINY_POOL)
 def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
-    """Every repeated lookup pins its hit once more, but the claim or the end of the request removes only one pin."""
+    """Every repeated lookup pins the hit's chunks again against eviction, but only one of these pins is removed."""
 
     def answered(original: Any, pool: Pool, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
         ordinal, promised = event.ordinal, pool.state.promised
@@ -356,11 +356,11 @@ def answered_as(is_async: bool, touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOOKUP_PURE", scene=HybridWorlds())
 def loaded_within_the_step_into_several_groups(touch: Touch) -> Sequence[Patch]:
-    """With several groups of layers, the connector answers loads as synchronous, so a failed load ends the engine."""
+    """If the model has several groups, the connector offers a synchronous load, whose failure would end the engine."""
     return answered_as(False, touch)
 
 
 @mutant("LOOKUP_PURE", scene=Walks())
 def loaded_asynchronously_against_the_settings(touch: Touch) -> Sequence[Patch]:
-    """The connector answers loads as asynchronous, though the settings allow only synchronous loads."""
+    """The connector offers tokens with an asynchronous load, though the settings allow only synchronous loads."""
     return answered_as(True, touch)

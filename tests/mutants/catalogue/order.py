@@ -51,7 +51,7 @@ def preemptions_unhandled(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds())
 def preemptions_of_the_step_before(touch: Touch) -> Sequence[Patch]:
-    """`handle_preemptions` reads the bound metadata, which this step has not set yet, instead of its argument."""
+    """`handle_preemptions` uses the bound metadata, not its argument, but this step's metadata is not bound yet."""
 
     def handle_preemptions(original: Any, connector: KVLedgerConnector, metadata: Any) -> None:
         if _has(metadata, *MUST_PRECEDE):
@@ -183,7 +183,7 @@ def not_awaited(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def awaited_with_the_loads(touch: Touch) -> Sequence[Patch]:
-    """A worker waits too late for copies that a step must wait for: at its loads, which may follow the forward pass."""
+    """A worker waits for copies only when it makes a step's loads, though the step must wait for the copies earlier."""
 
     def begin(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         if jobs is side._step or not jobs.awaited:

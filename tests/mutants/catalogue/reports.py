@@ -29,7 +29,7 @@ LATE = Worlds(
 
 @mutant("COMPLETION_ONCE", "vllm#18246", "LMCache#3640", "vllm-ascend#16729", scene=Worlds())
 def reported_again(touch: Touch) -> Sequence[Patch]:
-    """A worker does not empty its list of finished copies, so it reports them again."""
+    """A worker does not empty its list of finished copies, so it reports these copies again."""
     told: dict[int, tuple[Any, ...]] = {}
 
     def take_reports(original: Any, side: WorkerSide) -> WorkerReports | None:
@@ -47,7 +47,7 @@ def reported_again(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RANK_AGREEMENT", "tpu-inference#3152", "vllm-ascend#16412", "vllm-omni#5636", scene=Walks())
 def first_rank_for_all(touch: Touch) -> Sequence[Patch]:
-    """The first rank's report counts for all ranks."""
+    """As soon as one rank has reported a copy, the copy counts as reported by all ranks."""
 
     def is_reported(original: Any, jobs: Jobs, copy: Any) -> bool:
         if not original(jobs, copy) and (copy.ranks_done or copy.ranks_failed):
@@ -60,7 +60,7 @@ def first_rank_for_all(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RANK_AGREEMENT", "vllm#56104", scene=Walks())
 def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
-    """One rank's failure ends the job, though other ranks are still copying."""
+    """If one rank reports a failure, the job is settled as failed, though other ranks are still copying."""
 
     def is_reported(original: Any, jobs: Jobs, copy: Any) -> bool:
         if not original(jobs, copy) and copy.ranks_failed:
@@ -73,7 +73,7 @@ def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GEN_ISOLATION", "vllm#51637", "vllm#49796", scene=LATE)
 def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
-    """The end of a copy goes to the current life of the request id, not to the life that issued the copy."""
+    """The end of a copy is recorded for a request's current generation, though the copy belongs to an earlier one."""
 
     def settled(decision: e.Event, turn: Any, job: Any) -> e.Event:
         record = turn.projections.tracker.get(job.request_id)

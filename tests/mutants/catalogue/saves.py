@@ -67,7 +67,7 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CHUNK_COMPLETE", "LMCache#653", scene=Worlds())
 def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
-    """The connector saves a chunk that still lacks one token."""
+    """The connector saves a chunk though the last token of the chunk is not settled."""
     original = saves.save_settled
 
     def save_settled(turn: Any, first: int, num_settled: int) -> None:
@@ -109,7 +109,7 @@ def saved_from_old_blocks(touch: Touch) -> Sequence[Patch]:
 
 @mutant("STORE_CONTIGUOUS", "vllm#46972", scene=Worlds())
 def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
-    """The connector never saves the last chunk of each part of a chunked prefill."""
+    """In a chunked prefill, the connector never saves the last chunk that each step has settled."""
     original = saves.save_settled
 
     def save_settled(turn: Any, first: int, num_settled: int) -> None:
@@ -123,7 +123,7 @@ def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_SAVED", "vllm#53498", scene=Worlds())
 def lost_unsaved(touch: Touch) -> Sequence[Patch]:
-    """The connector saves nothing at a preemption, so tokens that no step has saved are lost."""
+    """The connector saves nothing at a preemption, so settled tokens that were not saved before are lost."""
     return [nothing_saved(owner, "save_on_preemption", touch) for owner in SAVING]
 
 
@@ -135,7 +135,7 @@ def end_unsaved(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SAVE_INTERVAL", "vllm#33881", scene=Worlds(connector=(("chunk_size", 8), ("save_interval_tokens", 16))))
 def interval_counted_in_chunks(touch: Touch) -> Sequence[Patch]:
-    """The connector takes the save interval for a number of chunks, so it saves output tokens much later."""
+    """The connector takes the save interval for chunks instead of tokens, so it saves output tokens too late."""
 
     def threshold(original: Any, tracker: RequestTracker, record: Any, num_chunks: int) -> int:
         tokens: int = original(tracker, record, num_chunks)
@@ -149,7 +149,7 @@ def interval_counted_in_chunks(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SAVE_INTERVAL", "vllm#53498", scene=Worlds(connector=(("chunk_size", 8), ("save_interval_tokens", 64))))
 def prompt_waits_for_the_interval(touch: Touch) -> Sequence[Patch]:
-    """The connector saves prompts at intervals too, though other requests look them up."""
+    """The connector saves chunks of a prompt only at save intervals, though other requests could load them before."""
 
     def threshold(original: Any, tracker: RequestTracker, record: Any, num_chunks: int) -> int:
         tokens: int = original(tracker, record, num_chunks)
@@ -163,7 +163,7 @@ def prompt_waits_for_the_interval(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SLOT_EXCLUSIVE", "vllm#46951", "pegaflow#418", scene=SMALL_POOL)
 def slot_in_use_offered(touch: Touch) -> Sequence[Patch]:
-    """The free list still has a slot that holds another request's chunk, so a save overwrites it."""
+    """The list of free slots contains a slot that holds a saved chunk, so a save overwrites this chunk."""
 
     def candidates(original: Any, slots: HostSlots, count: int) -> tuple[int, ...]:
         offered: tuple[int, ...] = original(slots, count)
@@ -202,7 +202,7 @@ def saved_while_loading(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SRC_BLOCK_STABLE", "vllm#29870", "vllm#52360", scene=BESIDE)
 def preemption_not_fenced(touch: Touch) -> Sequence[Patch]:
-    """Blocks are reused while a copy reads them, and the next step does not wait for the copy."""
+    """A step that may overwrite a block does not wait for the save that still reads the block."""
 
     def fence(decision: e.Event, *_: Any) -> None:
         if isinstance(decision, e.TransferAwaited):
@@ -233,7 +233,7 @@ def blocks_not_held(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GROUP_AGREEMENT", "vllm#47728", scene=HybridWorlds())
 def saved_behind_the_window(touch: Touch) -> Sequence[Patch]:
-    """The connector saves blocks that a sliding window has left as if the request still held them."""
+    """The connector saves blocks before a sliding window, though the request no longer holds these blocks."""
 
     def is_seen(original: Any, savable: SavablePages, block: int, group: int) -> bool:
         if not original(savable, block, group):
@@ -245,7 +245,7 @@ def saved_behind_the_window(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CHUNK_COMPLETE", scene=Worlds(connector=(("save_mode", "sync"),)))
 def saved_from_zeroed_blocks(touch: Touch) -> Sequence[Patch]:
-    """The connector saves lost blocks that vLLM zeroes before they are copied."""
+    """When a request loses its blocks, the connector saves them, though vLLM may zero them before the copy."""
 
     def num_intact_tokens(event: e.RequestPreempted | e.RequestFinished) -> int:
         if event.blocks_zeroed and event.num_settled_tokens:

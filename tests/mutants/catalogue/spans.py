@@ -45,7 +45,7 @@ def off_by_one(owner: Any, name: str, mistaken: Callable[..., Any], touch: Touch
 
 @mutant("SRC_BLOCK_OWNED", scene=SHARED_BLOCKS)
 def block_before_the_chunk(touch: Touch) -> Sequence[Patch]:
-    """A save reads a chunk from the block of the token before the chunk."""
+    """A save reads a chunk from the block that holds the token before the chunk."""
 
     def blocks_of(original: Any, geometry: Any, chunks: Any) -> Any:
         chunks = list(chunks)
@@ -71,7 +71,7 @@ def last_page_of_a_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=HybridWorlds())
 def pages_of_a_save_one_further(touch: Touch) -> Sequence[Patch]:
-    """In a save, each slot counts as holding the page after the one that is copied into the slot."""
+    """After a save, each slot counts as holding the page that follows the page copied into the slot."""
 
     def pages_for(original: Any, geometry: Any, chunks: Any, num_slots: int) -> list[int]:
         pages, sizes = list(original(geometry, chunks, num_slots)), geometry.window_sizes
@@ -152,7 +152,7 @@ def blocks_spanned_from_one_earlier(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=HybridWorlds())
 def slots_of_a_chunk_one_page_further(touch: Touch) -> Sequence[Patch]:
-    """In a committed chunk, each page counts as stored in the slot of the page after it."""
+    """Each page of a committed chunk counts as stored in the slot of the next page."""
 
     def slots_of(original: Any, *arguments: Any) -> Any:
         slots = original(*arguments)
@@ -163,7 +163,7 @@ def slots_of_a_chunk_one_page_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=BIG_POOL)
 def one_earlier_chunk_left_out(touch: Touch) -> Sequence[Patch]:
-    """A save copies a whole block, but the slot does not count as holding the chunk before the saved chunk."""
+    """If chunks share a block, a saved block's slot does not count as holding the chunk before the saved chunk."""
 
     def earlier_chunks(original: Any, geometry: Any, chunks: Any, num_known: int) -> list[int]:
         chunks = list(chunks)
@@ -175,7 +175,7 @@ def one_earlier_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=SHARED_BLOCKS)
 def image_of_the_next_block(touch: Touch) -> Sequence[Patch]:
-    """A load reads a block that several chunks share from the slot of the next block's first chunk."""
+    """If several chunks share a block, a load fills the block from the slot of the next block's first chunk."""
 
     def place_of(original: Any, geometry: Any, page: int, num_chunks: int) -> tuple[int, int]:
         chunk, place = original(geometry, page, num_chunks)
@@ -200,7 +200,7 @@ def place_one_page_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("WAITING_KEPT", scene=WITHOUT_TAILS, beside=["EVICTION_ORDER"])
 def one_whole_chunk_too_few(touch: Touch) -> Sequence[Patch]:
-    """The number of full chunks in a prefix is one too low."""
+    """The number of whole chunks in a given number of tokens is one too low."""
 
     def num_chunks_in(original: Any, *arguments: Any) -> int:
         return max(0, original(*arguments) - 1)
@@ -210,13 +210,13 @@ def one_whole_chunk_too_few(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CHUNK_COMPLETE", scene=BIG_POOL)
 def tail_from_one_chunk_earlier(touch: Touch) -> Sequence[Patch]:
-    """A tail begins with the last full chunk instead of after this chunk."""
+    """A tail includes the last full chunk instead of beginning after it."""
     return one_whole_chunk_too_few(touch)
 
 
 @mutant("CHUNK_COMPLETE", scene=SHARED_BLOCKS, beside=["PIN_BALANCE"])
 def one_chunk_too_many_taken_for_whole(touch: Touch) -> Sequence[Patch]:
-    """A partly filled chunk counts as full."""
+    """The number of whole chunks in a given number of tokens is one too high."""
 
     def num_chunks_in(original: Any, *arguments: Any) -> int:
         return original(*arguments) + 1
@@ -295,7 +295,7 @@ def blocks_one_place_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("TABLE_EQ", scene=HybridWorlds())
 def last_blocks_not_interleaved(touch: Touch) -> Sequence[Patch]:
-    """The flat block table of all groups leaves out the last block of each group."""
+    """The block table that the connector records for all groups leaves out the last block of each group."""
 
     def interleave(original: Any, tables: Any) -> tuple[int, ...]:
         return original([table[:-1] for table in tables])

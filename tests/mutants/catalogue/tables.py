@@ -38,7 +38,7 @@ def table_appended(touch: Touch) -> Sequence[Patch]:
 
 @mutant("TABLE_EQ", "LMCache#3640", "vllm#54853", scene=Worlds())
 def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
-    """The connector does not record blocks that a resumed request gets later."""
+    """The connector does not record the blocks that a resumed request gets in later steps."""
 
     def extended(original: Any, reader: StepReader, cached: Any) -> Any:
         kept = []
@@ -55,7 +55,7 @@ def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
 
 @mutant("STEP_SUM", "LMCache#2912", scene=Worlds())
 def paused_not_told(touch: Touch) -> Sequence[Patch]:
-    """A decoding request that a step leaves out counts as scheduled in that step."""
+    """A decoding request that vLLM does not schedule in a step counts as scheduled in that step."""
 
     def paused(original: Any, encoder: StepEncoder, scheduled: Any) -> Any:
         if original(encoder, scheduled):
@@ -67,7 +67,7 @@ def paused_not_told(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CURSOR_LE_FRONTIER", "LMCache#3145", scene=Worlds())
 def cursor_regresses(touch: Touch) -> Sequence[Patch]:
-    """The save cursor (the next chunk to save) moves back by one chunk."""
+    """A step records a save cursor (the next chunk to save) that is one chunk too low."""
 
     def settled(original: Any, encoder: StepEncoder, *arguments: Any) -> e.SettledTokens | None:
         entry: e.SettledTokens | None = original(encoder, *arguments)
@@ -81,7 +81,7 @@ def cursor_regresses(touch: Touch) -> Sequence[Patch]:
 
 @mutant("TOKEN_CONSERVATION", "LMCache#2912", "vllm#36812", scene=Worlds())
 def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
-    """The computed tokens of a resumed request are counted from the number at the request's first admission."""
+    """When a request resumes with loaded tokens, its number of computed tokens is taken from its first admission."""
     began: dict[tuple[int, str], int] = {}
 
     def advanced(original: Any, reader: StepReader, counts: Any, num_scheduled: Any) -> Any:
@@ -149,19 +149,19 @@ def _keys_moved(touch: Touch, by: int) -> Patch:
 
 @mutant("KEY_IDENTITY", "vllm#42119", scene=WHOLE_BLOCKS)
 def key_of_the_block_before(touch: Touch) -> Sequence[Patch]:
-    """A chunk's key is the hash of its second-to-last block, so prompts that differ in the last block share keys."""
+    """A chunk's key is the hash of its second-to-last block, so chunks that differ in the last block share keys."""
     return [_keys_moved(touch, -1)]
 
 
 @mutant("KEY_IDENTITY", "vllm#42119", scene=WHOLE_BLOCKS)
 def key_of_the_block_after(touch: Touch) -> Sequence[Patch]:
-    """A chunk's key is the hash of the block after the chunk, if there is one."""
+    """If a full block follows a chunk, the chunk's key is the hash of that block, not of the chunk's last block."""
     return [_keys_moved(touch, 1)]
 
 
 @mutant("KEY_IDENTITY", "vllm#42119", "LMCache#1380", scene=WHOLE_BLOCKS)
 def key_of_another_request(touch: Touch) -> Sequence[Patch]:
-    """A request gets the chunk keys of the request that was looked up before it."""
+    """A request gets the chunk keys of another request: the one for which the connector computed keys just before."""
     from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 
     before: dict[int, Any] = {}
@@ -182,7 +182,7 @@ def key_of_another_request(touch: Touch) -> Sequence[Patch]:
 
 @mutant("KEY_IDENTITY", "vllm#42119", scene=Worlds(connector=(("chunk_size", 8),)))
 def key_without_its_last_tokens(touch: Touch) -> Sequence[Patch]:
-    """The key of a small chunk that ends a block leaves out the second half of the chunk."""
+    """If a block holds several chunks, the key of the last one does not cover the second half of that chunk."""
     from sim.world import World
 
     from kvledger.adapters.vllm.chunk_keys import ChunkKeySource

@@ -20,7 +20,7 @@ def test_the_help_of_a_command_has_its_own_exit_codes_and_examples(
     """Within 80 columns; a code that it never returns is not among its own."""
     monkeypatch.setenv("COLUMNS", "80")
     text = run(command, "--help").out
-    own = text.partition("\nexit codes:\n")[2].partition("\nof every command:\n")[0]
+    own = text.partition("\nexit codes:\n")[2].partition("\nexit codes of every command:\n")[0]
     codes = [int(line.split()[0]) for line in own.splitlines() if not line.startswith("     ")]
     assert codes == [code.value for code in COMMANDS[command].exit_codes]
     assert max(map(len, text.splitlines())) <= 80
@@ -116,7 +116,7 @@ def test_without_a_log_the_error_names_kvledger_log(run: Any) -> None:
     """The remedy for whoever types the path again and again."""
     result = run("show")
     assert result.exit_code == 64
-    assert "Give it, or set the environment variable KVLEDGER_LOG." in result.err
+    assert "Give LOG, or set the environment variable KVLEDGER_LOG." in result.err
 
 
 def test_an_empty_kvledger_log_names_no_log(run: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

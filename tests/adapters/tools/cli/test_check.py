@@ -106,7 +106,7 @@ def test_latent_attention_is_counted_once_a_token(check: Any, tmp_path: Path, mo
     for num_ranks in (1, 2):
         exit_code, records = check(transfer(host_bytes="64MiB"), "--model", model, "-tp", str(num_ranks))
         assert exit_code == 0
-        assert "the blocks that vLLM lays out on this machine (cpu)" in records["note"]["text"]
+        assert "the size of blocks that vLLM chooses on this machine (cpu)" in records["note"]["text"]
         plan = records["plan"]
         assert (plan["declined"], plan["num_groups"], plan["num_pools"]) == ([], 1, 1)
         assert plan["bytes_a_token"] == 3 * (512 + 64) * 2
