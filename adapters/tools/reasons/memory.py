@@ -109,7 +109,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Memory:
-    """The model and the state, with functions that search both. All parts of `Accounts` share one memory.
+    """The log reader's `Model` and this package's `State`, with functions that search both.
+
+    All parts of `Accounts` share one memory.
 
     Keeps only the accounts of the request `only`. If `only` is None, keeps the accounts of all requests.
     """
