@@ -172,7 +172,7 @@ def compile_tables(
 
 
 def _joined(phase: Moves, blocks: Moves, trigger: str, gating: Gating) -> Iterator[tuple[Standing, Standing, bool]]:
-    """Yield (states before, states afterwards, whether the trigger is legal) for each pair of phase and blocks state."""
+    """Yield (states before, states after, whether the trigger is legal) for each pair of phase and blocks state."""
     for state, held in product(RequestState, BlocksRegion):
         dest = phase[trigger].get(state) if trigger in phase else state
         dest_held = blocks[trigger].get(held) if trigger in blocks else held
