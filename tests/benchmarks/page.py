@@ -66,9 +66,9 @@ def _tables(cases: Sequence[Result]) -> list[str]:
     for case in cases:
         columns, rows = grid(case.figures)
         if columns != last:
-            lines += ["", _row("case", *columns), _row("---", "---", *["---:"] * (len(columns) - 1))]
+            lines += ["", _row("case", "contender", *columns[1:]), _row("---", "---", *["---:"] * (len(columns) - 1))]
             last = columns
-        lines += [_row("" if number else case.case, *row) for number, row in enumerate(rows)]
+        lines += [_row(case.case, *row) for row in rows]
     return lines[1:]
 
 
