@@ -209,10 +209,6 @@ def _one_more(figure: str) -> Add:
     return add
 
 
-def _add(state: State, figure: str, more: int) -> None:
-    setattr(state.figures, figure, _sum(getattr(state.figures, figure), more))
-
-
 def _of_extension(state: State, event: e.ExtensionEvent, _about: About) -> None:
     state.figures.num_extension_events += 1
     state.num_events_of[event.extension] = state.num_events_of.get(event.extension, 0) + 1
@@ -252,12 +248,13 @@ def _answered(state: State, event: e.LookupAnswered, _about: About) -> None:
 
 
 def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
-    answer = about.answer
+    answer, figures = about.answer, state.figures
     if answer is not None:  # without one: the second phase of an asynchronous load, or a session's next turn
-        state.figures.num_admissions += 1
+        figures.num_admissions += 1
         num_hit = max(0, min(event.num_external_tokens, answer.num_external_tokens))
-        _add(state, "num_tokens_queried", max(0, answer.num_tokens - answer.num_computed_tokens))
-        _add(state, "num_tokens_hit", num_hit)
+        num_queried = max(0, answer.num_tokens - answer.num_computed_tokens)
+        figures.num_tokens_queried = _sum(figures.num_tokens_queried, num_queried)
+        figures.num_tokens_hit = _sum(figures.num_tokens_hit, num_hit)
         _add_reasons(state.num_tokens_missed_by, answer, answer.num_computed_tokens + num_hit, answer.num_tokens)
 
 
@@ -294,12 +291,13 @@ def add_row(
     """
     if not request.num_preemptions:
         return None
+    figures = state.figures
     ordinal, num_computed_tokens, num_scheduled_tokens, _ = row
     num_retained, num_recovered = state.returning.pop(ordinal, (0, 0))
-    _add(state, "num_tokens_retained", num_retained)
-    _add(state, "num_tokens_recovered", num_recovered)
+    figures.num_tokens_retained = _sum(figures.num_tokens_retained, num_retained)
+    figures.num_tokens_recovered = _sum(figures.num_tokens_recovered, num_recovered)
     last = min(num_computed_tokens + num_scheduled_tokens, request.num_tokens_before_preemption)
-    _add(state, "num_tokens_recomputed", max(0, last - num_computed_tokens))
+    figures.num_tokens_recomputed = _sum(figures.num_tokens_recomputed, max(0, last - num_computed_tokens))
     _add_reasons(state.num_tokens_recomputed_by, claimed, num_computed_tokens, last)
     preempted_ns = state.preempted_ns.pop(ordinal, None)
     return None if preempted_ns is None else _took(state, "recovery_times", max(0, step.time_ns - preempted_ns))
@@ -324,7 +322,8 @@ def _load_issued(state: State, event: e.LoadIssued, about: About) -> None:
 
 
 def _load_completed(state: State, event: e.LoadCompleted, _about: About) -> None:
-    _add(state, "num_tokens_loaded", state.loading.pop(event.job_id, 0))
+    figures = state.figures
+    figures.num_tokens_loaded = _sum(figures.num_tokens_loaded, state.loading.pop(event.job_id, 0))
 
 
 def _load_failed(state: State, event: e.LoadFailed, _about: About) -> None:

@@ -30,7 +30,7 @@ _NOT_OF_HANDLERS = (
 )
 """Decisions that no handler may make. They follow from reports, or from extension code that raised."""
 _OWN = "kvledger.lifecycle."
-_encode = msgspec.msgpack.Encoder(enc_hook=operator.index).encode
+_encode = msgspec.msgpack.Encoder(enc_hook=operator.index).encode  # like `codec.encode_events`
 _SAVES = (e.SaveIssued, e.TailSaveIssued)
 _OF_LOST_BLOCKS = (*_SAVES, e.SaveDeclined, e.ChunksEvicted, e.TransferAwaited)
 """Decisions that may name the request's previous generation, whose blocks vLLM took and has not overwritten yet."""

@@ -26,7 +26,7 @@ from kvledger.lifecycle.snapshots import capture, restore, state_fingerprint
 from kvledger.storage.events import find_snapshot, write_snapshot
 from kvledger.storage.events.segment_file import segment_paths
 from log_fuzz.commands import lines
-from log_fuzz.guarded import run_guarded, size_of, warm_up
+from log_fuzz.guarded import run_guarded, size_of
 from log_fuzz.mutations import borrowed_values, other_frames, other_snapshot
 from log_fuzz.planted import story_log
 from log_fuzz.seeds import Log, told
@@ -34,21 +34,6 @@ from log_fuzz.seeds import Log, told
 pytestmark = pytest.mark.xdist_group("log_fuzz")
 
 CONFIGURATION = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
-
-
-@pytest.fixture(scope="module")
-def other_places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A sound log to compare with, and where output goes. Every command has run once, so its forks import nothing."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    out = folder / "out"
-    out.mkdir()
-    sound = told()[0]
-    path = sound.write(folder / "sound" / "log")
-    places = {"OTHER": path, "OUT": out}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        warm_up({**places, "LOG": path, "DIR": path.parent, "REQUEST": sound.request_id})
-    return places
 
 
 def with_snapshots() -> list[Log]:
@@ -131,7 +116,7 @@ def with_life_of_reader(log: Log, ordinal: int) -> None:
     ],
 )
 def test_a_state_that_no_fold_leads_to_is_refused_by_name(
-    change: Any, number: int, other_places: dict[str, Path], tmp_path: Path
+    change: Any, number: int, places: dict[str, str | Path], tmp_path: Path
 ) -> None:
     """The commands go on as for a log without a snapshot, and say why.
 
@@ -143,8 +128,8 @@ def test_a_state_that_no_fold_leads_to_is_refused_by_name(
     opened = open_log(path, Core.standard())
     assert opened.start() is None
     assert "state cannot be used" in opened.start_remarks[0]
-    places = {**other_places, "LOG": path, "DIR": path.parent, "REQUEST": log.request_id}
-    ended = run_guarded(lines(), places, size_of(path), cache=tmp_path / "cache")
+    here = {**places, "LOG": path, "DIR": path.parent, "REQUEST": log.request_id}
+    ended = run_guarded(lines(), here, size_of(path), cache=tmp_path / "cache")
     assert [str(each) for each in ended if not each.is_stated] == []
 
 

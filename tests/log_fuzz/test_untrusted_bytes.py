@@ -11,24 +11,10 @@ from kvledger.adapters.tools.cli.commands import COMMANDS
 from kvledger.storage.events import LogError
 from kvledger.storage.events.nats.tail import LogTail
 from log_fuzz.commands import LINES, NOT_READING, Line, lines
-from log_fuzz.guarded import run_guarded, size_of, warm_up
+from log_fuzz.guarded import run_guarded, size_of
 from log_fuzz.planted import IN_JSON, IN_MSGPACK, JSON, MSGPACK, plant_as_frame, plant_as_payload, story_log
 
 pytestmark = pytest.mark.xdist_group("log_fuzz")
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | Path]:
-    """A sound log to compare with, and where output goes; everything is imported."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    out = folder / "out"
-    out.mkdir()
-    other = story_log(folder / "other")
-    places: dict[str, str | Path] = {"LOG": other, "DIR": folder, "OTHER": other, "REQUEST": "chat-17", "OUT": out}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        warm_up(places)
-    return places
 
 
 def test_every_command_is_run_here_or_it_is_said_why_not() -> None:
