@@ -67,6 +67,10 @@ class Silence:
         """Show nothing."""
         return contextlib.nullcontext()
 
+    def waiting(self, _what: str, /) -> contextlib.AbstractContextManager[None]:
+        """Show nothing."""
+        return contextlib.nullcontext()
+
     def remark(self, _text: str, /) -> None:
         """Print nothing."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated
 
 from cyclopts import Parameter
 
 from kvledger.adapters.tools.cli.export_otlp import coverage_of_all, export_spans
-from kvledger.adapters.tools.cli.finding import foldable
+from kvledger.adapters.tools.cli.finding import foldable, opened_log
 from kvledger.adapters.tools.cli.options import NOTHING_CHOSEN, Deciding, Reading
 from kvledger.adapters.tools.cli.output import Output, Written
 from kvledger.adapters.tools.cli.target import open_target
@@ -70,7 +71,7 @@ def run(
         else:
             from kvledger.adapters.tools.export.page import write_page  # noqa: PLC0415 - templates take a seventh of a second
 
-            for piece in write_page(logs, output):
+            for piece in write_page(logs, partial(open_again, reading=reading, deciding=deciding), output):
                 file.write(piece.encode())
     if path is not None:
         num_bytes = path.stat().st_size
@@ -79,6 +80,11 @@ def run(
         else:
             output.remark(f"wrote {path}, {size(num_bytes)}, of {plural(len(logs), 'log')}")
     return coverage_of_all(logs, output)
+
+
+def open_again(path: Path, *, reading: Reading, deciding: Deciding) -> StoredLog:
+    """Open a log with the same code and the same options in another process, to which a core cannot be sent."""
+    return opened_log(path, reading, deciding.core())
 
 
 # --- Perfetto -----------------------------------------------------------------------------------

@@ -19,10 +19,10 @@ from kvledger.adapters.tools.cli.several import num_bytes, side_by_side
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
 from kvledger.adapters.tools.logs.describe import plain, sentence
 from kvledger.adapters.tools.logs.findings import Finding
-from kvledger.adapters.tools.logs.log import StoredLog, open_log
+from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.processes import num_cores
 from kvledger.adapters.tools.logs.selection import Selection
-from kvledger.adapters.tools.logs.verification import Findings, Verification
+from kvledger.adapters.tools.logs.verification import Findings, Verification, evidence_of
 from kvledger.adapters.units import plural, size
 from kvledger.lifecycle.events import Event
 
@@ -217,7 +217,7 @@ def _show_findings(output: Output, log: StoredLog, findings: Findings) -> None:
         return
     output.field("findings", str(len(listed.findings)), "red")
     shown = listed.findings[:_MAX_SHOWN]
-    evidence = _evidence(log, shown)
+    evidence = evidence_of(log, shown)
     for finding in shown:
         _show_finding(output, log, finding, evidence)
     _show_more(output, "  ", len(listed.findings))
@@ -240,21 +240,3 @@ def _show_finding(output: Output, log: StoredLog, finding: Finding, evidence: di
 def _show_more(output: Output, indent: str, total: int) -> None:
     if total > _MAX_SHOWN:
         output.line(f"{indent}… and {total - _MAX_SHOWN} more")
-
-
-def _evidence(log: StoredLog, findings: Collection[Finding]) -> dict[int, Event]:
-    """Return sequence number → event, for the events that the findings name as evidence.
-
-    Reads the log a second time, so that the first reading need not keep all events in memory.
-    """
-    wanted = {sequence for finding in findings for sequence in finding.first.evidence}
-    if not wanted:
-        return {}
-    copy = open_log(log.path, log.core, lenient=True)  # the first reading has checked the schema
-    found: dict[int, Event] = {}
-    for sequence, event in copy.events():
-        if sequence in wanted:
-            found[sequence] = event
-            if len(found) == len(wanted):
-                break
-    return found

@@ -28,7 +28,9 @@ from kvledger.adapters.tools.export.timelines import RequestTimeline
 from kvledger.adapters.tools.export.tokens import Bar, after_preemptions, at_admissions
 from kvledger.adapters.tools.logs.describe import describe_core_event, state_change
 from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.processes import num_cores, separate_processes
 from kvledger.adapters.tools.logs.progress import Progress
+from kvledger.adapters.tools.logs.remote_verification import OpenLog
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.visible import visible
 from kvledger.adapters.tools.reasons import BY_DESIGN, Sums
@@ -53,14 +55,18 @@ _NUMBERS = frozenset(
 """Columns that are aligned to the right."""
 
 
-def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) -> Iterator[str]:
-    """Yield the HTML page about the selected parts of these logs, piece by piece."""
-    readings = [Reading.of(log, selection, output) for log, selection in logs]
-    chosen = _chosen(readings)
-    parts = [
-        Part.of(reading, requests, _most_interesting(reading, requests, num_requests=sum(map(len, chosen))), output)
-        for reading, requests in zip(readings, chosen, strict=True)
-    ]
+def write_page(logs: Sequence[tuple[StoredLog, Selection]], open_log: OpenLog, output: Progress) -> Iterator[str]:
+    """Yield the HTML page about the selected parts of these logs, piece by piece.
+
+    Other processes verify large logs. They open these logs with `open_log`, while this process reads the logs.
+    """
+    with separate_processes(max(1, num_cores() - 1)) as others:
+        readings = [Reading.of(log, selection, others, open_log, output) for log, selection in logs]
+        chosen = _chosen(readings)
+        parts = [
+            Part.of(reading, requests, _most_interesting(reading, requests, num_requests=sum(map(len, chosen))), output)
+            for reading, requests in zip(readings, chosen, strict=True)
+        ]
     clock = PageClock(readings)
     axis = Axis(
         (clock.at(reading, first), clock.at(reading, last)) for reading in readings for first, last in reading.busy

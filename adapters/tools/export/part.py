@@ -24,15 +24,18 @@ from kvledger.adapters.tools.logs.ending import ending_text, sound_text
 from kvledger.adapters.tools.logs.explanation import Cause
 from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS, facts_of, figures_in_words
 from kvledger.adapters.tools.logs.findings import Finding
-from kvledger.adapters.tools.logs.histories import Histories, NamedEvent, NamedEvents, named_by
-from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.histories import Histories, NamedEvents, named_by
+from kvledger.adapters.tools.logs.log import Place, StoredLog
+from kvledger.adapters.tools.logs.processes import SeparateProcesses
 from kvledger.adapters.tools.logs.progress import Progress
 from kvledger.adapters.tools.logs.reading import begin_model
+from kvledger.adapters.tools.logs.remote_verification import OpenLog, RemoteVerification, begin_verification
 from kvledger.adapters.tools.logs.selection import Selection
-from kvledger.adapters.tools.logs.verification import Findings, Verification
+from kvledger.adapters.tools.logs.verification import Findings, Verification, evidence_of
 from kvledger.adapters.tools.pool_sizes import Estimate, of_log
 from kvledger.adapters.units import plural
 from kvledger.lifecycle import Core
+from kvledger.lifecycle.events import Event
 from kvledger.storage.events import HowEnded
 
 _MAX_FINDINGS = 50
@@ -64,7 +67,10 @@ class Reading:
     selection: Selection
     shown: Shown
     accounts: reasons.Reasons
-    found: Findings
+    end: Place
+    """Where both readings end."""
+    verification: Verification | RemoteVerification
+    """Its findings are complete only after this reading."""
     pool: Estimate
     """Tokens that pools of other sizes would have loaded."""
     figures: Figures | None
@@ -72,19 +78,24 @@ class Reading:
     now_ns: int
 
     @classmethod
-    def of(cls, log: StoredLog, selection: Selection, output: Progress) -> Reading:
-        """Read the selected part of a log."""
+    def of(
+        cls, log: StoredLog, selection: Selection, others: SeparateProcesses, open_log: OpenLog, output: Progress
+    ) -> Reading:
+        """Read the selected part of a log. A process of `others` verifies a large log, which `open_log` opens there."""
+        end = log.end_so_far()
         shown = Shown()
         model = begin_model(log)
         accounts = reasons.Reasons(model, selection, shown.explained)
         pool_sizes, why_not = of_log(model, log.core, selection)
         visitors = [accounts] if pool_sizes is None else [accounts, pool_sizes]
-        verification = Verification(log, selection)
+        verification = begin_verification(log, selection, end, others, open_log)
         with output.progress(log, "reading"):
-            trace = read_trace(log, model, selection, shown, output.remark, verification.take, visitors=visitors)
+            trace = read_trace(
+                log, model, selection, shown, output.remark, verification.take, visitors=visitors, end=end
+            )
         figures = trace.totals.complete_figures
         pool = Estimate(why_not=why_not) if pool_sizes is None else pool_sizes.estimate()
-        return cls(log, selection, shown, accounts, verification.findings(), pool, figures, trace.now_ns)
+        return cls(log, selection, shown, accounts, end, verification, pool, figures, trace.now_ns)
 
     @property
     def clock(self) -> Clock:
@@ -125,6 +136,7 @@ class Part:
     """The part of the HTML page that is about one log."""
 
     reading: Reading
+    found: Findings
     requests: Sequence[Request]
     timelines: Mapping[str, RequestTimeline]
     findings: Sequence[ListedFinding]
@@ -156,12 +168,14 @@ class Part:
     @classmethod
     def of(cls, reading: Reading, requests: Sequence[Request], request_ids: Collection[str], output: Progress) -> Part:
         """Read the log again for these requests. Requests whose ids are in `request_ids` are shown event by event."""
-        log, selection, shown, found = reading.log, reading.selection, reading.shown, reading.found
-        listed = found.listed.findings[:_MAX_FINDINGS]
-        evidence = {sequence for finding in listed for sequence in finding.first.evidence}
-        named = NamedEvents(evidence | named_by(reading.accounts.histories))
+        log, selection, shown = reading.log, reading.selection, reading.shown
+        named = NamedEvents(named_by(reading.accounts.histories))
         with output.progress(log, "reading again"):
-            timelines = read_timelines(log, selection, request_ids, named)
+            timelines = read_timelines(log, selection, reading.end, request_ids, named)
+        with output.waiting("verifying"):
+            found = reading.verification.findings()
+            listed = found.listed.findings[:_MAX_FINDINGS]
+            evidence = evidence_of(log, listed)
         histories = Histories(reading.accounts.histories, named.events, named.names)
         verdict, verdict_style = _VERDICTS[found.exit_code]
         has_details = found.exit_code in {ExitCode.EXTENSION_STOPPED, ExitCode.NOTHING_CHECKED}
@@ -172,9 +186,10 @@ class Part:
         ending, ending_style = _ENDINGS[log.ending.how] if log.ending.missing is None else ("end missing", "bad")
         return cls(
             reading=reading,
+            found=found,
             requests=requests,
             timelines=timelines,
-            findings=[_listed(finding, named.events, log.core) for finding in listed],
+            findings=[_listed(finding, evidence, log.core) for finding in listed],
             num_findings=len(found.listed.findings),
             num_uncollected=found.listed.num_uncollected,
             explanations=reasons.causes(log, selection, histories),
@@ -182,22 +197,22 @@ class Part:
             verdict_style=verdict_style,
             ending=ending,
             ending_style=ending_style,
-            facts=_facts(reading),
-            figures=_figures(reading),
+            facts=_facts(reading, found),
+            figures=_figures(reading, found),
             figures_of=_figures_of(selection),
-            checked=_checked(reading),
+            checked=_checked(reading, found),
             instants=sorted([*shown.troubles, *shown.others], key=lambda instant: instant.sequence),
         )
 
 
-def _listed(finding: Finding, events: Mapping[int, NamedEvent], core: Core) -> ListedFinding:
+def _listed(finding: Finding, evidence: Mapping[int, Event], core: Core) -> ListedFinding:
     first, follows = finding.first, finding.follows
-    known = [(sequence, sentence(events[sequence].event, core)) for sequence in first.evidence if sequence in events]
+    known = [(each, sentence(evidence[each], core)) for each in first.evidence if each in evidence]
     num_left_out = max(0, len(follows) - _MAX_FOLLOWING)
     return ListedFinding(first.title, first.detail, first.request_id, known, follows[:_MAX_FOLLOWING], num_left_out)
 
 
-def _facts(reading: Reading) -> dict[str, str]:
+def _facts(reading: Reading, found: Findings) -> dict[str, str]:
     log, selection = reading.log, reading.selection
     last = min(selection.last_sequence or log.last_sequence, log.last_sequence)
     part = "the whole log" if selection.is_everything else f"events {selection.first_sequence} to {last}"
@@ -206,7 +221,7 @@ def _facts(reading: Reading) -> dict[str, str]:
     facts = {**facts_of(log, reading.now_ns), "shown": part}
     if log.head_hash:
         facts["chain head"] = log.head_hash
-    return facts | {"end": ending_text(log.ending, reading.found.end_state.num_open_requests)}
+    return facts | {"end": ending_text(log.ending, found.end_state.num_open_requests)}
 
 
 def _figures_of(selection: Selection) -> str:
@@ -215,11 +230,11 @@ def _figures_of(selection: Selection) -> str:
     return "The log in figures" if selection.is_everything else "The whole log in figures, all requests"
 
 
-def _figures(reading: Reading) -> dict[str, str]:
+def _figures(reading: Reading, found: Findings) -> dict[str, str]:
     shown = reading.shown
     outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in shown.outcomes.most_common())
     requests = f"{shown.num_requests:,}: {outcomes}" if outcomes else "none"
-    why_nothing = reading.found.checked.why_nothing
+    why_nothing = found.checked.why_nothing
     if why_nothing:
         return {"requests in this part": f"not known: {why_nothing}" if not outcomes else requests}
     if reading.figures is None:
@@ -228,8 +243,8 @@ def _figures(reading: Reading) -> dict[str, str]:
     return {"requests in this part": requests, **figures_in_words(reading.figures, has_own_copies=has_own_copies)}
 
 
-def _checked(reading: Reading) -> str:
-    judgement, why_nothing = reading.found.judgement, reading.found.checked.why_nothing
+def _checked(reading: Reading, found: Findings) -> str:
+    judgement, why_nothing = found.judgement, found.checked.why_nothing
     if why_nothing:
         return f"Neither rules nor decisions could be checked: {why_nothing}."
     return (

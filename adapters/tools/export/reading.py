@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvledger.adapters.tools.export.spans import Sink
 from kvledger.adapters.tools.export.trace import Trace
-from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.log import Batch, Place, StoredLog
 from kvledger.adapters.tools.logs.reading import begin_totals, take_batch
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.units import plural
@@ -21,10 +21,9 @@ def read_trace(
     remark: Callable[[str], None],
     *also: Callable[[Batch], object],
     visitors: Sequence[Visitor[Model]] = (),
+    end: Place | None = None,
 ) -> Trace:
     """Read the log from its beginning and call the sink for the selected part.
-
-    A log that is being written is read up to its present end.
 
     Args:
         log: the opened log.
@@ -34,13 +33,14 @@ def read_trace(
         remark: called with remarks for the user, one sentence each.
         also: functions that are called with each batch, before the trace gets the batch.
         visitors: called with each event, before the trace gets the event.
+        end: where to stop reading; None: at the end that the log has now.
     """
     trace = Trace(model, log.core, begin_totals(log, model), sink, selection)
     reader = Reader(model, [*visitors, *trace.visitors], needs=trace.also_needs)
     if log.start_sequence:
         for visitor in (*visitors, trace):
             visitor.lost(1, log.start_sequence)
-    for batch in log.batches_so_far(selection.last_sequence):
+    for batch in log.batches_so_far(selection.last_sequence, end):
         for take in also:
             take(batch)
         take_batch(reader, log, batch)

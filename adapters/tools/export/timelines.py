@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import attrs
 
 from kvledger.adapters.tools.logs.histories import NamedEvents
-from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.log import Place, StoredLog
 from kvledger.adapters.tools.logs.reading import take_batch
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.timeline import Group, begin_timelines
@@ -27,12 +27,12 @@ class RequestTimeline:
 
 
 def read_timelines(
-    log: StoredLog, selection: Selection, request_ids: Collection[str], named: NamedEvents
+    log: StoredLog, selection: Selection, end: Place, request_ids: Collection[str], named: NamedEvents
 ) -> dict[str, RequestTimeline]:
-    """Return request id → timeline. Pass every batch that is read to `named`, too."""
+    """Return request id → timeline, up to `end`. Pass every batch that is read to `named`, too."""
     timelines = begin_timelines(log, request_ids)
     reader = Reader(timelines.model, [timelines])
-    for batch in log.batches(selection.last_sequence):
+    for batch in log.batches_so_far(selection.last_sequence, end):
         named.take(batch)
         take_batch(reader, log, batch)
     return {name: _shown(groups, selection) for name, groups in timelines.state.groups.items()}

@@ -42,6 +42,8 @@ from kvledger.storage.events.segment_bytes import num_written_bytes
 from kvledger.storage.events.segment_file import segment_paths
 
 BytesRead = Callable[[int], None]
+Place = tuple[str, int]
+"""Name of a segment, and an offset in it."""
 _NOT_READ = LogEnding(HowEnded.UNKNOWN, "the log was not read to its end")
 _NOT_ALL = LogEnding(HowEnded.UNKNOWN, "one segment alone was read")
 
@@ -312,10 +314,14 @@ class StoredLog:
         """Yield the same events as `events`, one batch per frame, with the frame's place and the gap before it."""
         return _up_to(until, self._intact())
 
-    def batches_so_far(self, until: int | None = None) -> Iterator[Batch]:
-        """Yield the batches up to the end that the log has now. Reading ends there even if the log grows meanwhile."""
+    def end_so_far(self) -> Place:
+        """Return the end that the log has now, as the name of a segment and an offset in it."""
         newest = self.files()[-1]
-        end = newest.name, num_written_bytes(newest)
+        return newest.name, num_written_bytes(newest)
+
+    def batches_so_far(self, until: int | None = None, end: Place | None = None) -> Iterator[Batch]:
+        """Yield the batches up to `end`; None: up to the end that the log has now, even if the log grows meanwhile."""
+        end = end or self.end_so_far()
         last: Batch | None = None
         for batch in self.batches(until):
             if (batch.segment, batch.offset) < end:

@@ -14,5 +14,8 @@ class Progress(Protocol):
     def progress(self, log: StoredLog, what: str, /) -> AbstractContextManager[None]:
         """Show, until the context ends, how much of the log has been read. `what` describes the work."""
 
+    def waiting(self, what: str, /) -> AbstractContextManager[object]:
+        """Show, until the context ends, what is waited for."""
+
     def remark(self, text: str, /) -> None:
         """Report a text that is not part of the results."""

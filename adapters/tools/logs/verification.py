@@ -14,15 +14,15 @@ import attrs
 from kvledger.adapters.tools.exit_codes import ExitCode
 from kvledger.adapters.tools.logs.coverage import Coverage, ExtensionEvents, RequestPresence, checked
 from kvledger.adapters.tools.logs.ending import sound_text
-from kvledger.adapters.tools.logs.findings import Breach, FindingList
-from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.findings import Breach, Finding, FindingList
+from kvledger.adapters.tools.logs.log import Batch, StoredLog, open_log
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.sources import start_of
 from kvledger.adapters.tools.logs.workers import WorkerCalls, troubles_of_workers
 from kvledger.adapters.units import plural
 from kvledger.lifecycle import Extension, LedgerConfiguration, Projections, RequestState
 from kvledger.lifecycle.audit import Audit, Judgement
-from kvledger.lifecycle.events import ExtensionStopped
+from kvledger.lifecycle.events import Event, ExtensionStopped
 from kvledger.storage.events import Damage, HowEnded, Retirement
 
 _NO_CONFIGURATION = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
@@ -62,21 +62,24 @@ class Verification:
         if self._calls is not None:
             self._calls.take(events)
 
-    def findings(self) -> Findings:
-        """Return all findings. Call this after the log was read."""
+    def outcome(self) -> Outcome:
+        """Return what was found in the events. Call this after the log was read."""
         if not self._selection.is_over(self._log.last_sequence):
             # If the log continues after the selection, its last observation may have decisions that were not read.
             self.audit.finish()
-        end_state = EndState.of(self.audit.projections)
-        return Findings.of(
-            self._log,
-            self._selection,
-            self.audit.judgement(),
-            end_state,
-            self._of_extensions,
-            self._calls,
+        return Outcome(
+            start_sequence=self._log.start_sequence,
+            last_sequence=self._log.last_sequence,
+            judgement=self.audit.judgement(),
+            end_state=EndState.of(self.audit.projections),
+            of_extensions=self._of_extensions,
+            calls=self._calls,
             is_present=self._presence.is_found,
         )
+
+    def findings(self) -> Findings:
+        """Return all findings. Call this after the log was read."""
+        return Findings.of(self._log, self._selection, self.outcome())
 
 
 @attrs.frozen
@@ -94,6 +97,23 @@ class EndState:
         stopped_at = dict(projections.extensions.state.stopped)
         num_open = sum(record.state is not RequestState.FINISHED for record in projections.tracker)
         return cls(num_open, stopped_at)
+
+
+@attrs.frozen
+class Outcome:
+    """What a verification found in the events of a log, as plain data that another process can send."""
+
+    start_sequence: int
+    """Sequence number after which checking began; 0: at the log's first event."""
+    last_sequence: int
+    """Sequence number of the last event that was read."""
+    judgement: Judgement
+    end_state: EndState
+    of_extensions: ExtensionEvents
+    calls: WorkerCalls | None
+    """What the worker was doing at the end of its log; None: a scheduler wrote the log."""
+    is_present: bool
+    """Whether the selected request lived in the selected part."""
 
 
 @attrs.frozen
@@ -148,24 +168,12 @@ class Findings:
     """What is wrong, one finding for each cause."""
 
     @classmethod
-    def of(
-        cls,
-        log: StoredLog,
-        selection: Selection,
-        judgement: Judgement,
-        end_state: EndState,
-        of_extensions: ExtensionEvents,
-        calls: WorkerCalls | None = None,
-        *,
-        is_present: bool,
-    ) -> Findings:
-        """Return the findings of a log that was read to its end and judged. For a worker's log, pass its `calls`.
-
-        `is_present`: whether the selected request lived in the selected part.
-        """
+    def of(cls, log: StoredLog, selection: Selection, outcome: Outcome) -> Findings:
+        """Return the findings of a log that was read to the same end as by the verification with this outcome."""
+        judgement, end_state, of_extensions = outcome.judgement, outcome.end_state, outcome.of_extensions
         unfoldable = judgement.unfoldable
         last_foldable = None if unfoldable is None else unfoldable.sequence - 1
-        covered = checked(log, selection, last_foldable, is_present=is_present)
+        covered = checked(log, selection, last_foldable, is_present=outcome.is_present)
         damage = tuple(d for d in log.damage if d.sequence is None or selection.holds(d.sequence))
         if damage:
             exit_code = ExitCode.DAMAGED
@@ -188,7 +196,7 @@ class Findings:
         if log.trusted_sequence < log.last_sequence:
             end_state = attrs.evolve(end_state, num_open_requests=None)
         verdict = _verdict(log, selection, judgement, exit_code, covered)
-        of_workers = _of_workers(log, calls)
+        of_workers = _of_workers(log, outcome.calls)
         # In a worker's log, a failed call is already reported as a broken rule.
         troubles = () if log.worker_rank is not None and judgement.num_violations else of_workers
         others = [
@@ -198,6 +206,18 @@ class Findings:
         ]
         listed = FindingList.of(judgement, log.core, others)
         return cls(judgement, end_state, damage, remarks, of_workers, exit_code, covered, verdict, stopped, listed)
+
+
+def evidence_of(log: StoredLog, findings: Collection[Finding]) -> dict[int, Event]:
+    """Return sequence number → event, for the events that these findings of a log name as evidence.
+
+    Reads the log again, so that the first reading need not keep all events in memory.
+    """
+    wanted = {sequence for finding in findings for sequence in finding.first.evidence}
+    if not wanted:
+        return {}
+    copy = open_log(log.path, log.core, lenient=True)  # the first reading has checked the schema
+    return {sequence: event for sequence, event in copy.events(max(wanted)) if sequence in wanted}
 
 
 def _stopped(log: StoredLog, end_state: EndState, stops: Mapping[int, ExtensionStopped]) -> Iterator[StoppedExtension]:

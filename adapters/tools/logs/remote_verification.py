@@ -1,0 +1,76 @@
+"""Verifies a log in another process, while this process reads the log for something else.
+
+This module must not know what the other reading is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.tools.logs.log import Batch, Place, StoredLog
+from kvledger.adapters.tools.logs.processes import ProcessLost, SeparateProcesses
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.verification import Findings, Outcome, Verification
+
+MIN_BYTES = 4 << 20
+"""Size in bytes of the smallest log for which another process is worth its start."""
+
+OpenLog = Callable[[Path], StoredLog]
+"""Opens a log with the code and the options that the user has chosen. It can be sent to another process."""
+
+
+@attrs.frozen
+class RemoteVerification:
+    """A verification that another process makes. It has the methods of `Verification`."""
+
+    _log: StoredLog
+    _selection: Selection
+    _end: Place
+    _outcome: Future[Outcome]
+
+    def take(self, _batch: Batch) -> None:
+        """Ignore the batch, because the other process reads the log itself."""
+
+    def findings(self) -> Findings:
+        """Wait for the other process, and return all findings. Call this after the log was read.
+
+        If that process was killed, or if the log lost its oldest segments before that process opened it, the log is
+        verified in this process.
+        """
+        log = self._log
+        try:
+            outcome = self._outcome.result()
+            is_same_part = (outcome.start_sequence, outcome.last_sequence) == (log.start_sequence, log.last_sequence)
+        except ProcessLost:
+            is_same_part = False
+        if not is_same_part:
+            outcome = _outcome(log, self._selection, self._end)
+        return Findings.of(log, self._selection, outcome)
+
+
+def begin_verification(
+    log: StoredLog, selection: Selection, end: Place, others: SeparateProcesses, open_log: OpenLog
+) -> Verification | RemoteVerification:
+    """Begin to verify a log up to `end`: a large log in one of the processes `others`, a small log in this process.
+
+    Pass every batch to `take` of the result, and call `findings` at last.
+    """
+    if log.is_smaller_than(MIN_BYTES):
+        return Verification(log, selection)
+    outcome = others.submit(_outcome_in_other_process, open_log, log.path, selection, end)
+    return RemoteVerification(log, selection, end, outcome)
+
+
+def _outcome_in_other_process(open_log: OpenLog, path: Path, selection: Selection, end: Place) -> Outcome:
+    return _outcome(open_log(path), selection, end)
+
+
+def _outcome(log: StoredLog, selection: Selection, end: Place) -> Outcome:
+    verification = Verification(log, selection)
+    for batch in log.batches_so_far(selection.last_sequence, end):
+        verification.take(batch)
+    return verification.outcome()
