@@ -644,6 +644,19 @@ def tables_page() -> list[str]:
     return lines
 
 
+def decisions_page() -> list[str]:
+    """Return the titles of all decisions, with links."""
+    lines = [
+        *heading("Decisions", "the titles of docs/decisions/"),
+        "Why things are as they are, in the order of time:",
+        "",
+    ]
+    for path in sorted(DOCS.glob("decisions/*.md")):
+        number, _, title = path.read_text().partition("\n")[0].removeprefix("# ").partition(". ")
+        lines.append(f"- {number}: [{title}](decisions/{path.name})")
+    return lines
+
+
 def column_rows(columns: Iterable[Column]) -> list[str]:
     """Return a Markdown table of columns."""
     body = [[f"`{column.name}`", f"`{column.type}`", column.meaning] for column in columns]
@@ -660,6 +673,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "commands.md": commands_page,
     "metrics.md": metrics_page,
     "tables.md": tables_page,
+    "decisions.md": decisions_page,
 }
 
 

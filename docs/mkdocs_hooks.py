@@ -53,7 +53,7 @@ def targets(text: str, source: str) -> dict[str, str]:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add every decision to the navigation, and have diagrams drawn."""
     decisions = sorted(path.relative_to(config.docs_dir) for path in Path(config.docs_dir, "decisions").glob("*.md"))
-    config.nav.append({"Decisions": [str(path) for path in decisions]})
+    config.nav.append({"Decisions": ["decisions.md", *map(str, decisions)]})
     fence = {"name": "mermaid", "class": "diagram", "format": svg_of}
     config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [fence]}
     return config

@@ -61,7 +61,9 @@ class Server:
     prefill_context_parallel_size: Annotated[int, value(positive, "N", alias="-pcp", help=_ONLY_1)] = 1
     dtype: Annotated[str | None, Parameter(metavar="NAME", help=f"{_AS_VLLM}, such as bfloat16")] = None
     kv_cache_dtype: Annotated[str | None, Parameter(metavar="NAME", help=f"{_AS_VLLM}, such as fp8")] = None
-    enforce_eager: Annotated[bool, Parameter(help=_AS_VLLM)] = False
+    enforce_eager: Annotated[
+        bool, Parameter(help="give this option if the command line of your vLLM server has it")
+    ] = False
     prefix_caching_hash_algo: Annotated[
         Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] | None, Parameter(help=f"{_AS_VLLM}; default: sha256")
     ] = None

@@ -1,4 +1,4 @@
-"""Saves: how soon the settled tokens of a decoding request are saved."""
+"""Save interval: how soon the settled tokens of a decoding request are saved."""
 
 from __future__ import annotations
 
