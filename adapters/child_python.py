@@ -2,7 +2,7 @@
 
 With `-m` and `-c` Python puts the working directory first on `sys.path`, and `multiprocessing` starts its processes
 with `-c`. But other users may be able to write to the folder in which a server runs, and somebody who reads a log may
-have got the folder together with the log. A module that lies in such a folder must not run.
+have received the working directory together with the log. A module that lies in such a folder must not run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def child_environment(modules: Iterable[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def without_working_directory() -> Iterator[None]:
-    """Within a `with` block, `multiprocessing` starts processes that behave as with `python -P`.
+    """Make `multiprocessing` start processes that behave as with `python -P`, within a `with` block.
 
     The processes get this process's `sys.path`. The block sets an environment variable, because `multiprocessing` has
     no parameter for this (`multiprocessing/spawn.py`, Python 3.11). Only one thread can be in such a block at a time.

@@ -69,11 +69,12 @@ def _sum(figure: int, more: int) -> int:
 
 
 NOT_OFFERED: Final = "not_offered"
-"""Tokens in the pool that were not offered: another load was in flight, or vLLM's own prefix ended within a block."""
+"""Reason of tokens in the pool that were not offered, because another load was in flight, or because the prefix in
+vLLM's own cache ended within a block."""
 NOT_LOADED: Final = "not_loaded"
-"""Tokens that were offered and not claimed. Among recomputed tokens, also tokens whose load failed."""
+"""Reason of tokens that were offered and not claimed. If tokens are recomputed, also the reason after a failed load."""
 NO_LOOKUP: Final = "no_lookup"
-"""Tokens that were computed again after an allocation without a lookup."""
+"""Reason of tokens that were computed again after an allocation without a lookup."""
 MISS_REASONS: Final = (*(reason.value for reason in e.MissReason), NOT_OFFERED, NOT_LOADED)
 RECOMPUTE_REASONS: Final = (*MISS_REASONS, NO_LOOKUP)
 """Reasons why tokens are recomputed, as far as the answer shows. `adapters/tools/reasons` finds more in a log."""
@@ -134,8 +135,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     num_events_of: dict[str, Count] = {}
     """Extension → the number of its events in `figures.num_extension_events`."""
     num_tokens_missed_by: dict[str, Count] = {}
-    """Miss reason → tokens of admitted requests that are computed for this reason. Their sum is the queried tokens
-    minus the hit tokens."""
+    """Miss reason → tokens of admitted requests that are computed for this reason. The sum over all reasons is
+    `figures.num_tokens_queried` minus `figures.num_tokens_hit`."""
     num_tokens_recomputed_by: dict[str, Count] = {}
     """One of `RECOMPUTE_REASONS` → tokens in `figures.num_tokens_recomputed` that have this reason."""
 
@@ -259,7 +260,7 @@ def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
 
 
 def _add_reasons(num_tokens_by: dict[str, int], answer: e.LookupAnswered | None, first: int, end: int) -> None:
-    """Count the tokens from `first` to `end` by the reason why they are computed, as `answer` shows it."""
+    """Count the tokens from `first` to before `end` by the reason that `answer` shows for computing them."""
     if first >= end:
         return
     if answer is None:

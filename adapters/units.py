@@ -46,7 +46,7 @@ def read_size(text: str) -> int | None:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 block`, `2 blocks`."""
+    """Return a count with its noun, such as `1 block` or `2 blocks`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -87,7 +87,7 @@ def milliseconds(time_ns: int) -> str:
 
 
 def event_range(first_sequence: int, last_sequence: int) -> str:
-    """`7` or `7–9`."""
+    """Return a range of sequence numbers as text, such as `7` or `7–9`."""
     return str(first_sequence) if first_sequence == last_sequence else f"{first_sequence}–{last_sequence}"
 
 

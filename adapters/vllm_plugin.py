@@ -25,8 +25,8 @@ def register() -> None:
     """Register the connectors with vLLM. vLLM imports a connector when a configuration names it.
 
     Further calls do nothing. vLLM calls this function outside of its `try` (`vllm/plugins/__init__.py`,
-    load_general_plugins, 0.32), so it raises nothing. The connectors call it too, because `MultiConnector` looks up the
-    class of a child only by name to read the child's figures, even if the child was configured with a module path
+    load_general_plugins, 0.32), so this function raises nothing. The connectors call it too. To read a child's figures,
+    `MultiConnector` looks up the child's class only by name, even if the child was configured with a module path
     (`kv_connector/v1/multi_connector.py`, build_kv_connector_stats).
     """
     try:

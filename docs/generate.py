@@ -203,9 +203,9 @@ def made_events(node: ast.AST) -> Iterator[str]:
 
 
 RANGES_INTRODUCTION = """
-Readers check these ranges when they decode a frame. They report a frame with a number outside its range as damage, and
-use none of the frame's events. The ranges include every number that vLLM, a worker or a faulty connector can produce.
-The [rules](invariants.md) judge the numbers within the ranges.
+Readers check these ranges when they decode a frame. If a number of a frame is outside its range, they report the frame
+as damage, and use none of its events. The ranges include every number that vLLM, a worker or a faulty connector can
+produce. The [rules](invariants.md) judge the numbers within the ranges.
 """
 
 _WRITING = ("copies", "extensions")
@@ -351,10 +351,10 @@ def invariants_page() -> list[str]:
 
         ## Guarded while serving
 
-        While serving, kvledger records a breach of these rules as `invariant.violated`. If the block table that is
-        computed from the log differs from the scheduler's, kvledger instead records the scheduler's table as
-        `blocks.observed`, and continues with that table. If a request cannot continue safely, kvledger quarantines it.
-        The request then gets no hits and no saves, and computes its tokens. No exception of kvledger reaches vLLM.
+        While serving, kvledger records a breach of these rules as `invariant.violated`. One breach is recorded as
+        `blocks.observed` instead: the block table computed from the log differs from the scheduler's. This event has
+        the scheduler's table, with which kvledger continues. If a request cannot continue safely, kvledger quarantines
+        it: the request gets no more hits and saves, and computes its tokens. No exception of kvledger reaches vLLM.
         """
     )
     body = [[f"`{rule.value}`", demands[rule.value], ", ".join(guarded_in[rule.name])] for rule in rules.Rule]
@@ -420,12 +420,12 @@ def mutants_page() -> list[str]:
     lines += prose(
         """
         A mutant is kvledger's connector with one known bug. vLLM's real scheduler drives most mutants, with a simulated
-        worker (`adapters/lab/simulation/`). A walk, which is a random sequence of events in the core alone, drives a
-        mutant if only the walk reaches the bug, or reaches it sooner. The walk has several ranks, next turns of a
-        session, and allocations that claim less than was offered. Then the audit of `kvledger verify` reads the log.
-        The bug is switched on in the audit, too, because in production the same version writes and verifies a log.
+        worker (`adapters/lab/simulation/`). The other mutants are driven by a walk: a random sequence of events in the
+        core alone. Only a walk reaches their bugs, or it reaches them sooner, because it has several ranks, next turns
+        of a session, and allocations that claim less than was offered. Then the audit of `kvledger verify` reads the
+        log. The bug is switched on in the audit, too, because in production one version writes and verifies a log.
 
-        Each seed leads to one log. A difference is a change that the bug makes in the log, or only in the connector's
+        Each seed leads to one log. A *difference* is a change that the bug makes, in the log or only in the connector's
         state. A bug counts as *found* in a log if the rule in the first column was broken first, and the same event
         broke no other rule. "9 of 10" in the column *found* means: in 10 logs the bug made a difference, and in 9 of
         these it was found. Each remaining log ended before any rule was broken, or the bug broke another rule first or

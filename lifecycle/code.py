@@ -29,7 +29,7 @@ def hash_of_core() -> str:
 
 @cache
 def hash_of_reader() -> str:
-    """Return the hash of all that `hash_of_core` covers and of the source of `reader/`, which decides nothing."""
+    """Return a hash of the source of `reader/`, together with everything that `hash_of_core` covers."""
     return _hash_of_sources(f"{PACKAGE}.reader", "reader/", hash_of_core())
 
 

@@ -70,7 +70,7 @@ def vocabulary_header(core: Core) -> dict[str, object]:
 def log_header(core: Core, configuration: LedgerConfiguration) -> dict[str, object]:
     """Return, as JSON values, the smallest header with which the `kvledger` command can read a log.
 
-    Create the store of the log with this header.
+    Pass this header when you create the store of the log.
     """
     return {**vocabulary_header(core), "configuration": attrs.asdict(configuration)}
 
@@ -125,9 +125,9 @@ _Convert = Callable[[Any], Event | None]
 class EventDecoder:
     """Decodes payloads of a log with the given header.
 
-    With `lenient`, the decoder skips and counts events and event versions that this kvledger does not know, instead of
-    raising an error. The folded state then lacks the changes of these events. The caller must judge whether that
-    state is still usable.
+    A `lenient` decoder raises no error for events and event versions that this kvledger does not know. It skips and
+    counts them. The folded state then lacks the changes of these events, and the caller must judge whether that state
+    is usable.
 
     Raises:
         SchemaTooNew: the header has a newer schema version. Without `lenient` also: the header has an event, or a
@@ -187,7 +187,7 @@ class EventDecoder:
         return DecodedFrame(events, tuple(skipped))
 
     def _check(self, payload: bytes, events: Iterable[Event]) -> None:
-        """Refuse slots outside of the pool, whose size is in the header. Rules check other numbers."""
+        """Refuse slot numbers outside of the pool, whose size is in the header. Rules check the other numbers."""
         for event in events:
             if type(event) in _WITH_SLOTS:
                 largest = max(cast("LoadIssued | SaveIssued | TailSaveIssued", event).slots, default=0)

@@ -100,12 +100,12 @@ class LedgerConfiguration:
     max_deferred_lookups: int = 8
     """Maximum number of consecutive deferrals before a lookup is answered.
 
-    Deferrals count as one if they all wait for one load of another request that loads the same chunks.
+    Deferrals for another request's load of the same chunks count as one, as long as they wait for the same load.
     """
     awaits_shared_loads: bool = False
     """Whether a lookup is deferred while another request loads the same chunks.
 
-    Set it only if vLLM's own prefix cache is on, which shares the loaded blocks after the load.
+    Set it only if vLLM's own prefix cache is on. After the load, that cache shares the loaded blocks.
     """
     settles_in_flight: bool = True
     """Whether the tokens of steps in flight count as settled when a request is preempted or ends.

@@ -49,13 +49,13 @@ class CopyMoments(NamedTuple):
     ended: Moment
     """When `PendingCopy.precede` or `PendingCopy.result` returned, or when the worker saw that the copy was done.
 
-    The first of these counts.
+    The earliest of these moments counts.
     """
 
     def as_fields(self) -> tuple[int, ...]:
-        """Return the fields of `TransferReported.moments`: delivered, number, hook of the beginning, then of the end.
+        """Return the fields of `TransferReported.moments`: delivered, number, hook; for the beginning, then the end.
 
-        For the end, `delivered` is the difference from the beginning. It is mostly 0, which takes one byte.
+        Of the end, `delivered` is stored as the difference from the beginning: mostly 0, which takes one byte.
         """
         began, ended = self
         return (*began, ended.delivered - began.delivered, ended.number, ended.hook)

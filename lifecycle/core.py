@@ -113,7 +113,7 @@ class Core:
         """Refuse a handler method that would never be called, because its event cannot happen in the handler's state.
 
         A handler may inherit such a method from a handler of another state, or from a base class for several states, if
-        at least one of its other methods can be called.
+        at least one other method of the handler can be called.
 
         Raises:
             CoreError: the handler has a method that would never be called.

@@ -15,10 +15,10 @@ from kvledger.lifecycle.events import Event
 
 @attrs.frozen
 class Divergence:
-    """A difference between a log's decisions and today's. `sequence` is the sequence number where they differ.
+    """A difference between a log's decisions and those of today's code.
 
-    `recorded` is the log's decision, None if the log has none there. `decided` is today's decision, None if there is
-    none.
+    `sequence` is the sequence number where they differ. `recorded` is the log's decision, None if the log has none
+    there. `decided` is the decision of today's code, None if it makes none.
     """
 
     sequence: int

@@ -17,7 +17,7 @@ from types import CodeType, FunctionType, MethodType
 
 
 class Unstoppable(BaseException):
-    """Base of kvledger's own exceptions that foreign code must not catch, and that are no errors of foreign code."""
+    """Base of kvledger's own exceptions that are not errors of foreign code. Foreign code must not catch them."""
 
 
 def raise_if_unstoppable(error: BaseException) -> None:
@@ -25,8 +25,8 @@ def raise_if_unstoppable(error: BaseException) -> None:
 
     It raises `KeyboardInterrupt` and `Unstoppable`. It also raises an error that a signal handler raised, unless the
     error is an `Exception`. vLLM's workers end by such an error: their SIGTERM handler raises `SystemExit`
-    (`vllm/v1/executor/multiproc_executor.py`, worker_main, 0.32). It does not raise any other error, such as a
-    `SystemExit` that the foreign code itself raised.
+    (`vllm/v1/executor/multiproc_executor.py`, worker_main, 0.32). This function does not raise any other error, such
+    as a `SystemExit` that the foreign code itself raised.
     """
     if isinstance(error, Exception):
         return
@@ -84,14 +84,14 @@ _MAX_MESSAGE = 200
 
 
 def without_secrets(error: BaseException, *, of_extension: bool = False) -> str:
-    """Return the error's class and the line that raised it. If it is a `QuotesNothing`, add its message.
+    """Return the error's class and the line that raised the error. Add the message of a `QuotesNothing`.
 
     The messages of other errors are left out, because they may quote prompts and salts.
 
     Args:
         error: what was raised.
-        of_extension: whether an extension's code raised. Then the innermost line outside of `kvledger.lifecycle` is
-            named, which is a line of the extension.
+        of_extension: whether an extension's code raised. If so, the line is the innermost one outside of
+            `kvledger.lifecycle`, which is a line of the extension.
     """
     own = error.args if isinstance(error, QuotesNothing) else ()
     message = "".join(f": {text[:_MAX_MESSAGE]}" for text in own[:1] if type(text) is str)

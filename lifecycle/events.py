@@ -183,10 +183,10 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
 class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
     """The keys of the request's chunks from `first_chunk` on. They replace all known keys from `first_chunk` on.
 
-    `hash_prefixes` has 4 bytes for each chunk, with which audits check the chunk's key: the first bytes of vLLM's hash
-    (`Request.block_hashes`) of the last block that does not extend beyond the chunk. The 4 bytes are zeros if vLLM has
-    no such hash. `hash_prefixes` is empty if it was not recorded. `are_block_hashes`: whether each key must be a
-    truncated copy of this vLLM hash. If not, each key must differ from this hash, because the key covers more.
+    `hash_prefixes` has 4 bytes for each chunk, with which audits check the chunk's key. They are the first bytes of a
+    hash of vLLM (`Request.block_hashes`): the hash of the last block that does not extend beyond the chunk. They are
+    zeros if vLLM has no such hash. `hash_prefixes` is empty if it was not recorded. `are_block_hashes`: whether each
+    key must be a truncated copy of this hash. If not, each key must differ from the hash, because the key covers more.
     """
 
     first_chunk: ChunkNumber
@@ -433,7 +433,7 @@ class LookupAnswered(RequestDecision, frozen=True, tag=14):
     """Whether the offered load is asynchronous, so that the request is in no step until the load is over. If not, the
     request's next step waits for the load."""
     miss_reason: str
-    """Why the hit does not include further tokens; one of `MissReason`."""
+    """Why the hit ends where it does: a value of `MissReason`."""
     cause: Sequence
 
 
@@ -683,9 +683,9 @@ LOG_BEFORE = "the log before, "
 class WindowLeft(RequestEvent, frozen=True, tag=34):
     """vLLM frees blocks that the request's sliding windows have moved past.
 
-    The event is recorded before a step or the request's end, and only if the request was in the previous step. Before
-    this event, vLLM had freed only the blocks outside the windows of a request with `num_settled_tokens` settled
-    tokens. The blocks that vLLM frees now keep their contents until the step's forward pass.
+    The event is recorded before a step or the request's end, and only if the request was in the previous step. Until
+    this event, vLLM had freed only the blocks that the windows had left when `num_settled_tokens` tokens were settled.
+    The blocks that vLLM frees now keep their contents until the step's forward pass.
     """
 
     num_settled_tokens: NumTokens
@@ -844,7 +844,7 @@ class EndRefused(Event, frozen=True, tag=43):
 
     request_id: str
     ordinal: Ordinal
-    """Ordinal of the life for which kvledger itself has a pending end; `NO_LIFE` if there is no such life."""
+    """Ordinal of the life for which kvledger itself has yet to report this end; `NO_LIFE` if there is none."""
     field: str
     """Field of vLLM's `KVConnectorOutput` that contained the end: `finished_recving` or `finished_sending`."""
     time_ns: TimeNs

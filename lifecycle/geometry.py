@@ -21,7 +21,7 @@ import attrs
 
 @attrs.frozen
 class Windows:
-    """Sliding windows of the groups of layers: which pages vLLM keeps, and which pages a load must bring."""
+    """Sliding windows of the groups of layers: which pages vLLM keeps, and which pages a load must copy."""
 
     block_size: int
     sizes: tuple[int, ...] = (0,)
@@ -56,7 +56,7 @@ class Windows:
                     yield block * self.num_groups + group
 
     def last_boundary(self, num_tokens: int, step: int, is_stored: Callable[[int, int], bool]) -> int:
-        """Return the length of the longest prefix for which all pages are stored that the next token needs.
+        """Return the length of the longest prefix after which the next token sees only stored pages.
 
         Only groups with a window are checked. All pages of the other groups are assumed to be stored.
 
@@ -154,7 +154,7 @@ class Geometry:
     # --- blocks and pages of chunks ------------------------------------------------------------
 
     def blocks_of(self, chunks: Iterable[int]) -> tuple[int, ...]:
-        """Return the distinct indices, ascending, of the blocks in the block table that the chunks need."""
+        """Return the positions, in the block table, of the blocks with tokens of the chunks: distinct, ascending."""
         if self.chunks_share_blocks:
             return tuple(sorted({chunk * self.chunk_size // self.block_size for chunk in chunks}))
         blocks = self.chunk_size // self.block_size

@@ -57,7 +57,7 @@ class LedgerCorrupt(RuntimeError):
 
     Args:
         message: what failed, and where.
-        decisions: decisions on the observation that were made before the failure. Carry them out: they are recorded.
+        decisions: decisions that were made before the failure. Carry them out, because they are recorded.
     """
 
     def __init__(self, message: str, decisions: Sequence[Event] = ()) -> None:
@@ -260,7 +260,7 @@ _Methods = tuple[Callable[..., None], ...]
 
 
 class Decider:
-    """Calls the handlers of the state in which an observation's request was, and passes decisions to `decide`."""
+    """Calls the handlers of a request's state before the observation, and passes their decisions to `decide`."""
 
     def __init__(self, core: Core, projections: Projections, decide: Decide) -> None:
         self._core = core

@@ -17,8 +17,8 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 def on(*event_classes: type[msgspec.Struct] | UnionType) -> Callable[[_Method], _Method]:
     """Mark a method to be called with each event of these classes, or of the classes in a union.
 
-    A method of an extension's rule may be marked with payload types of the extension's events. It is then called with
-    the payload.
+    A method of an extension's rule may be marked with payload types of the extension's events. Such a method is called
+    with the payload.
     """
 
     def mark(method: _Method) -> _Method:

@@ -45,7 +45,10 @@ SequencedEvent = tuple[int, Event]
 
 
 def batches(events: Iterable[SequencedEvent], min_events: int = 1) -> Iterator[list[SequencedEvent]]:
-    """Yield the events in batches of at least `min_events`. An observation and its decisions are in the same batch."""
+    """Yield batches of at least `min_events` events; the last batch may be smaller.
+
+    An observation and its decisions are in one batch.
+    """
     batch: list[SequencedEvent] = []
     for sequence, event in events:
         if len(batch) >= min_events and not event.is_decision:
@@ -66,7 +69,7 @@ def fold(
 ) -> Projections:
     """Return the state after the event with sequence number `at`, or after the last event if `at` is None.
 
-    `start` is the state before the first event, and is changed in place. None: an empty log.
+    `start` is the state before the first event. It is changed in place. Default: the state of an empty log.
     """
     projections = core.new_projections(configuration) if start is None else start
     for sequence, event in events:
@@ -78,12 +81,12 @@ def fold(
 
 @attrs.define
 class ReplayedEvent:
-    """The event that a replay folds now, or has folded last. A replay uses one such object for all events."""
+    """The event that a replay is folding, or else the last one that it folded. A replay has one such object."""
 
     sequence: int = 0
     event: Event | None = None
     cause: int = 0
-    """Sequence number of the latest observation, on which the replay decides now."""
+    """Sequence number of the latest observation. It is the cause of each decision made now."""
 
 
 _OF_A_JOB = {LookupDeferred, TransferAwaited, LoadCompleted, LoadFailed, SaveCompleted, SaveFailed}
@@ -95,13 +98,13 @@ class Replay:
     """Folds events one by one, makes the decisions on them again, and compares states with the reference machine.
 
     Each decision is compared with the next event of the log, and that event is folded. After the first difference, the
-    other recorded decisions on the same observation are folded, but not compared.
+    remaining recorded decisions on the same observation are folded, but not compared.
 
     Args:
         core: the core that decides and folds.
         configuration: the configuration of the log.
         reference: the reference machine; None: states are not compared.
-        start: the state before the first event, which is changed in place; None: an empty log.
+        start: the state before the first event. It is changed in place. Default: the state of an empty log.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class Replay:
         self.finish()
 
     def take(self, events: Iterable[SequencedEvent]) -> None:
-        """Fold events in log order, and make their decisions again. An observation must come with its decisions.
+        """Fold events in log order, and make their decisions again. Pass an observation together with its decisions.
 
         Raises:
             Exception: a fold raised it at the event in `current`. Do not call `take` again.
@@ -159,7 +162,7 @@ class Replay:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether another replay can go on with the folded state alone, if the next event is an observation."""
+        """Whether another replay needs only the folded state to continue, if the next event is an observation."""
         return self.missing is None and not self._stands_aside
 
     def _next(self) -> SequencedEvent | None:
@@ -231,7 +234,7 @@ class Replay:
             self._stop_extensions()
 
     def _stop_extensions(self) -> None:
-        """Report an extension whose code raises in this replay, although the log does not record that it raised."""
+        """Decide to stop each extension whose code raised. The replay diverges if the log lacks this decision."""
         for decision in self.projections.extensions.stops(self.current.cause):
             self._decided(decision)
 
@@ -241,7 +244,7 @@ class Replay:
         self.divergences.append(Divergence(sequence, recorded, decided))
 
     def _fold(self, sequence: int, event: Event) -> Subject:
-        """Fold an event, compare the moved states with the reference machine, and return the event's subject."""
+        """Fold an event, compare the changed states with the reference machine, and return the event's subject."""
         self.num_events += 1
         self.current.sequence, self.current.event = sequence, event
         expected = [] if self._reference is None else self._expected(event, self._reference)
@@ -260,7 +263,7 @@ class Replay:
         event: Any,  # noqa: ANN401 -- of any class
         reference: ReferenceMachine,
     ) -> list[tuple[RequestRecord | Copy, _Standing]]:
-        """Return (request or job that the event moves, states to which the reference machine leads it)."""
+        """Return (request or job, states to which the reference machine moves it) for each one that the event moves."""
         expected: list[tuple[RequestRecord | Copy, _Standing]] = []
         # An arrival has no row in the tables, even if it uses an id again.
         if isinstance(event, RequestEvent) and type(event) is not RequestArrived:

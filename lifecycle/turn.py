@@ -61,4 +61,4 @@ class Turn(EngineTurn, eq=False):
     record: RequestRecord
     """The request after the observation."""
     before: Before
-    """Generation and states of the request before the observation. `record` has the present ones."""
+    """Generation and states of the request before the observation. `record` has the current ones."""

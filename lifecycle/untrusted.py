@@ -89,7 +89,7 @@ def msgpack_decoder(kind: Any, hook: Hook | None = None) -> Callable[[bytes], An
 
 
 def as_counter(counter_type: type, counts: dict[Any, int]) -> Counter[Any]:
-    """Return the counter that was decoded as a dict. Pass this function as `hook`: msgspec decodes no counters."""
+    """Convert a decoded dict to a `Counter`. Pass this function as `hook`, because msgspec decodes no counters."""
     (key_type,) = get_args(counter_type)
     return Counter({key_type(key): int(count) for key, count in counts.items()})
 

@@ -27,7 +27,7 @@ def check_upcasters(upcasters: Upcasters, events: Mapping[str, type[Event]]) -> 
     """Check that a chain without a gap leads from version 1 of every event to its version in `events`.
 
     Raises:
-        UpcasterError: a step is missing, leads past today's version, or is for an event that does not exist.
+        UpcasterError: an upcaster is missing, leads past today's version, or is for an event that does not exist.
     """
     for event_id, from_version in upcasters:
         if event_id not in events:

@@ -157,7 +157,7 @@ class ReportedBy(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LoadChosen(msgspec.Struct, frozen=True):
-    """The child of a recorded `MultiConnector` that loads for a request, after the request got blocks for the load."""
+    """The child of a recorded `MultiConnector` that loads for a request. Recorded when the request gets the blocks."""
 
     child: Int64
     """Number of the child in the `MultiConnector`, from 0."""
@@ -225,7 +225,7 @@ STEP, JOB, REQUEST = ENDS = ("step", "job", "request")
 
 
 class MetadataSeen(msgspec.Struct, frozen=True):
-    """The recorded connector, or a child of a recorded `MultiConnector`, gives its workers metadata of a new class."""
+    """A new class of metadata that the recorded connector, or a child of a `MultiConnector`, gives its workers."""
 
     place: str
     """Prefix of the names of the child's jobs, for example "0/"; empty for the recorded connector."""

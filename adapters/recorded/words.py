@@ -18,7 +18,7 @@ from kvledger.lifecycle import LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
 
 SLOW_NS = 10 * 10**6
-"""Duration from which a hook call is mentioned. A whole step of a small model takes as long."""
+"""Nanoseconds. Only hook calls that take longer are mentioned. A whole step of a small model takes about as long."""
 
 _MAX_NAMED = 8
 """Maximum number of a copy's blocks that are listed."""
@@ -85,7 +85,7 @@ def _ends(prefix: str, ends: payloads.WorkersReported) -> str:
 
 
 def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> str:
-    """Return a text about the blocks that the workers got to save since the request arrived; empty if they got none."""
+    """Return a text about the request's blocks that the connector gave its workers to save; empty if it gave none."""
     num_blocks: Counter[int] = Counter()
     last = 0
     for sequence, event in events:
@@ -118,7 +118,7 @@ class InWords(RecorderEvents):
     def evidence(self, events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterator[str]:
         """If the last event shows that the connector keeps the request's blocks, yield a line about the reason.
 
-        The line says how many blocks the workers had got to save.
+        The line says how many blocks the connector had given its workers to save.
         """
         _, event = events[-1]
         payload = payload_of(event) if isinstance(event, e.ExtensionObserved) else None

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _NEVER = 1 << 40
 """Value for kvledger's limits on deferred lookups, failed loads, silent steps and milliseconds, so large that no
-recorded connector reaches them."""
+recorded connector reaches it."""
 
 
 def _configuration(kv_cache_config: KVCacheConfig, groups: Groups, *, speculates: bool) -> LedgerConfiguration:
@@ -97,7 +97,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         self.recording: Recording | None = None
         """None on workers."""
         self.worker_recording: WorkerRecording | None = None
-        """None in the scheduler's process. Also without `log_dir`, as nobody could read a worker's log in memory."""
+        """None in the scheduler's process. Also None without `log_dir`: nobody could read a worker's log in memory."""
         self.digests: RecordedPages | None = None
         """None in the scheduler's process, or if the configuration asks for no digests."""
         self.ends: WorkerEnds | None = None

@@ -37,7 +37,7 @@ class RecorderLog:
         self._opened_ns = clock()
 
     def now(self) -> int:
-        """Nanoseconds since the log was opened."""
+        """Return the nanoseconds since the log was opened."""
         return self._clock() - self._opened_ns
 
     def observe(self, event: e.Event) -> list[e.Event]:

@@ -41,7 +41,7 @@ class _Asked:
     state: State = attrs.field(factory=State)
     spent: Spent = attrs.field(factory=Spent)
     num_cached_tokens: int | None = None
-    """Tokens that vLLM's prefix cache had when the request was first admitted; None before that."""
+    """Tokens of the request that vLLM's prefix cache had at the request's first admission; None before that."""
 
 
 class AskedFigures:

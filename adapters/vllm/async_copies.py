@@ -21,7 +21,7 @@ IDLE_WAIT_S = 0.001
 """Seconds that a step pauses if it computes nothing. Longer than the calls of one copy to torch, shorter than the time
 to a new request's first token."""
 MAX_REMEMBERED = 4096
-"""Number of reports that are kept in case the scheduler's side asks for a report again. It asks within a few steps."""
+"""Number of jobs whose last report is kept, in case the scheduler's side asks for the report again."""
 
 
 class AsyncCopies:
@@ -56,7 +56,7 @@ class AsyncCopies:
         self._copy_of.update(dict.fromkeys(job_ids, job_ids))
 
     def failed(self, job_ids: tuple[int, ...], error: BaseException, moments: CopyMoments | None = None) -> JobReport:
-        """Return the report of a copy that failed or could not begin. `moments` None: the copy failed now."""
+        """Return the report of a copy that failed or could not begin. `moments`: when it began and ended; None: now."""
         if moments is None:
             moments = CopyMoments(now := self._clock.now(), now)
         text = described(error)
@@ -120,7 +120,7 @@ class AsyncCopies:
         return [self._end(copied) for job_id in job_ids if (copied := self._copy_of.get(job_id)) is not None]
 
     def wait_for_all(self) -> list[JobReport]:
-        """Wait for every pending copy."""
+        """Wait for every pending copy; return the reports of these copies."""
         return [self._end(job_ids) for job_ids in tuple(self._pending)]
 
     def report_again(self, job_ids: Iterable[int]) -> list[JobReport]:

@@ -49,11 +49,11 @@ class ChunkBlocks:
     block_size: int
     hash_block_size: int
     group: int
-    """Number of the first group that has no window. Routers follow this group."""
+    """Number of the first group that has no window. All KV events are about this group."""
     kind: str
 
     def stored(self, request: Request, chunk: int, key: bytes) -> BlockStored | None:
-        """Return the blocks of chunk number `chunk`; None if `key` was not made from the request's block hashes."""
+        """Return the event that chunk number `chunk` is stored; None if `key` was not made from its block hashes."""
         first_token, end = chunk * self.chunk_size, (chunk + 1) * self.chunk_size
         hashes, step = request.block_hashes, self.hash_block_size
         if end // step > len(hashes) or key_of_hash(request, hashes[end // step - 1]) != key:
@@ -77,7 +77,7 @@ class ChunkBlocks:
         )
 
     def behind(self, num_blocks: int, stored: BlockStored) -> BlockStored:
-        """Return the blocks of `stored` without the first `num_blocks` blocks, which are already published."""
+        """Return the event `stored` without its first `num_blocks` blocks, which are already published."""
         if not num_blocks:
             return stored
         return replace(

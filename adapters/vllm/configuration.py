@@ -26,8 +26,8 @@ SHARE_OF_MEMORY = 8
 FIXED_HOST_BYTES = 4 * 1024**3
 """Default of `host_bytes` if ranks may be on several machines or the memory is unknown."""
 LARGE_LOAD_BYTES = 32 * 1024**2
-"""Bytes on one rank from which on loads are asynchronous by default. So large a load delays its step by more than a
-request loses if it waits for one more step."""
+"""Size on one rank, in bytes, from which on a load is asynchronous by default. A synchronous load of this size delays
+its step by more time than its request would lose by waiting for one more step."""
 
 
 class TransferMode(enum.StrEnum):
@@ -177,7 +177,7 @@ class ConnectorSettings(LogSettings):
 
         Args:
             block_size: tokens of one KV cache block.
-            block_bytes: bytes of one block over all layers on one rank.
+            block_bytes: bytes of one block on one rank.
             num_ranks: number of workers. Each worker copies every block or its part of every block.
             num_pools: number of pools among which `host_bytes` is divided: 1 if all ranks share a pool. None: one pool
                 per rank.

@@ -158,9 +158,9 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @refusals_are_said()
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the setting `kv_cache_layout`; None asks vLLM for no layout.
+        """Return the setting `kv_cache_layout`. None lets vLLM choose the layout.
 
-        kvledger asks for none by default, because `MultiConnector` refuses children that ask for different layouts.
+        The default is None, because `MultiConnector` refuses children that ask for different layouts.
         """
         transfer = vllm_config.kv_transfer_config
         settings = ConnectorSettings.from_extra_config({} if transfer is None else transfer.kv_connector_extra_config)
@@ -175,7 +175,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def _enter(self, hook: Hook, metadata: KVConnectorMetadata | None = None) -> tuple[WorkerSide, StepJobs] | None:
         """Record that vLLM calls a hook; return the worker's half and the jobs of the step.
 
-        None if the step has no jobs, or if this is not a worker.
+        Returns None if the step has no jobs, or if this is not a worker.
         """
         worker_side, jobs = self._worker_side, self._jobs(metadata)
         if worker_side is None:
@@ -184,14 +184,14 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return None if jobs is None else (worker_side, jobs)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Find out where in these tensors the pages of each block lie, and allocate the host pool."""
+        """Find out where in these tensors each block lies, and allocate the host pool."""
         if self._worker_side is not None:
             self._worker_side.register_kv_caches(kv_caches, is_alone=versions.is_alone(self))
 
     def get_handshake_metadata(self) -> WorkerStart | None:
         """Describe this rank's host pool; vLLM passes the description to the scheduler side before the first request.
 
-        None if another connector, such as `MultiConnector`, contains this one.
+        Returns None if another connector, such as `MultiConnector`, contains this one.
         """
         if self._worker_side is None or not versions.is_alone(self):
             return None
@@ -348,7 +348,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do the same as `request_finished` for a model with several groups, whose tables have equal lengths."""
+        """Do the same as `request_finished` for a model with several groups, whose block tables have equal lengths."""
         return self._request_finished(request, max(map(len, block_ids), default=0))
 
     def _request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
@@ -404,7 +404,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @refusals_are_said()
     def build_prom_metrics(cls, *arguments: Any, **named: Any) -> KVConnectorPromMetrics:
-        """Register `vllm:kvledger_*`."""
+        """Register the metrics `vllm:kvledger_*`."""
         return ConnectorPrometheus(*arguments, **named)
 
 

@@ -22,12 +22,12 @@ _ALL = 1 << 64
 
 
 def is_chosen(number: int, share: float) -> bool:
-    """Whether the slot or block with this number is in the digested share. The answer for a number never changes."""
+    """Whether the slot or block with this number is in the digested share. It depends on these two numbers only."""
     return number * _SPREADS % _ALL < share * _ALL
 
 
 class DigestedPages:
-    """Digests of one engine."""
+    """Chooses which pages of one engine are digested, and makes the observations of their digests."""
 
     share: float = 0
     """Share of the slots that are digested, from 0 (none) to 1 (all)."""

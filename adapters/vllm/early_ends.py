@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MAX_ENDED = 1024
-"""Number of ended requests that are remembered, to recognize ends that another child reports after vLLM forgot them."""
+"""Number of ended requests that are remembered, because another child may report an end after vLLM forgot its
+request."""
 
 
 class EarlyEnds:

@@ -1,9 +1,9 @@
 """Compares the events that the ledger records with the values that the hooks and vLLM exchange.
 
-The connector calls `Edge` before a hook returns, and for some hooks also when vLLM calls the hook. `Edge` gets every
-recorded event as well. It therefore sees a bug in the code between a decision and vLLM, or between vLLM and an
-observation, as a difference. Counts and differences go into the log as `hooks.exchanged`, which the audit checks
-(TOLD_AS_DECIDED). This module must not decide anything, and must not use code that answers the hooks.
+The connector calls `Edge` before a hook returns, and for some hooks also when vLLM calls the hook. `Edge` also gets
+every recorded event. If the code between the log and vLLM has a bug, an event differs from the exchanged value. `Edge`
+records counts and differences as the event `hooks.exchanged`, which the rule TOLD_AS_DECIDED checks. This module must
+not decide anything, and must not use code that answers the hooks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _Issued = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
 _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 _Report = tuple[tuple[int, ...], bool, tuple[int, ...], int, bool]
-"""(job ids, whether the report is a repetition, moments, rank, whether the copy succeeded)."""
+"""(job ids, whether the report is a repetition, when the copy began and ended, rank, whether the copy succeeded)."""
 _NOTHING: frozenset[str] = frozenset()
 _Entry = tuple[Difference, int | str, str]
-"""(kind of an entry that is handed out, its job id, block or vLLM request id, its field of `StepJobs`)."""
+"""One thing that workers get with a step: (kind, its job id, block or vLLM request id, its field of `StepJobs`)."""
 _UNKNOWN: _Entry = (Difference.END, "", "")
 _OTHERS = (
     (Difference.REMINDER, "awaited"),
@@ -42,7 +42,7 @@ _OTHERS = (
 _END_FIELDS = ("finished_sending", "finished_recving", "failed_recving")
 _LISTS = ("saves_before_forward", "loads", "saves", "async_loads", "async_saves")
 _MAX_STEPS_OUT = 64
-"""Steps without a report after which a handed-out end counts as missing. An engine has fewer steps in flight."""
+"""An end that the workers have to report counts as missing after this many steps. Fewer steps are in flight at once."""
 _MAX_DIFFERENCES = 64
 """Largest number of differences in one event; further differences are not written."""
 _Parameters = ParamSpec("_Parameters")
@@ -51,7 +51,10 @@ _Parameters = ParamSpec("_Parameters")
 def _safely(
     method: Callable[Concatenate[Edge, _Parameters], None],
 ) -> Callable[Concatenate[Edge, _Parameters], None]:
-    """Wrap a method: skip it if the edge is off or the journal is disabled, and stop comparing if it raises."""
+    """Wrap a method of `Edge`, so that comparing stops if the method raises.
+
+    The method is not called if comparing has stopped, or if the journal is disabled.
+    """
 
     @functools.wraps(method)
     def call(self: Edge, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
@@ -69,7 +72,7 @@ def _safely(
 
 
 class Edge:
-    """Counts what one connector exchanges with vLLM, and collects each difference between this and the log.
+    """Counts the values that one connector exchanges with vLLM, and collects their differences from the log.
 
     Counts and differences are kept until they are recorded.
     """
@@ -83,7 +86,7 @@ class Edge:
         # Recorded by the ledger for the current hook.
         self._answer: e.LookupAnswered | e.LookupDeferred | None = None
         self._is_void = False
-        """Whether `_answer` was withheld, so that vLLM must get the safe answer."""
+        """Whether `_answer` was withheld, so that vLLM must get the answer of 0 tokens instead."""
         self._arrived: e.RequestArrived | None = None
         self._allocated: e.BlocksAllocated | None = None
         self._finished: list[int] = []
@@ -95,9 +98,9 @@ class Edge:
         self._refused: list[e.EndRefused] = []
         # Needed by later hooks.
         self._open: dict[str, int] = {}
-        """vLLM's id → ordinal, for lives whose end is not in the log."""
+        """vLLM's request id → ordinal, for lives whose `RequestFinished` is not in the log."""
         self._ordinals: dict[str, int] = {}
-        """Id in the log → ordinal, for the same lives as `_open`."""
+        """Request id in the log → ordinal, for the same lives as `_open`."""
         self._ids: dict[int, tuple[str, str]] = {}
         """Ordinal → vLLM's id and the id in the log, for lives of which the workers may still report an end."""
         self._forgotten: tuple[list[int], list[int]] = ([], [])
@@ -105,16 +108,17 @@ class Edge:
         self._ended: set[str] = set()
         """vLLM's ids of requests that finished (`request_finished`) since the last step."""
         self.is_alone = False
-        """Whether the workers are known to have no other connector. With another one, vLLM may get an end later."""
+        """Whether the workers are known to have no other connector. Only then are missing ends found, because
+        another connector may delay ends."""
         self._num_steps = 0
         self._to_report: dict[str, tuple[int, int]] = {}
-        """vLLM's id → (ordinal of a life whose end the workers must report, number of the step that asked for it)."""
+        """vLLM's request id → (ordinal of a life, number of the step that asked the workers to report an end of it)."""
         self._ends: dict[int, Ends] = {}
         """`StepJobs.delivered` → ends that the workers must report with that step's output."""
         self._kept: set[int] = set()
         """Ordinals of ended lives whose blocks vLLM keeps until an end is reported."""
         self._promised: set[int] = set()
-        """Ordinals of lives whose latest lookup was answered with an asynchronous load."""
+        """Ordinals of lives whose latest lookup offered an asynchronous load that vLLM has not claimed."""
         self._unfilled = UnfilledBlocks(self._differ)
         self._receiving: set[int] = set()
         """Ordinals of lives that wait for an asynchronous load. vLLM waits for the load even if the life ends."""
@@ -310,7 +314,7 @@ class Edge:
 
     @_safely
     def step_begins(self, finished_request_ids: Iterable[str]) -> None:
-        """Begin a step, when vLLM calls `build_connector_meta`."""
+        """Begin a step, for which vLLM names the requests that have finished (`build_connector_meta`)."""
         for request_id in finished_request_ids:
             if request_id not in self._ended and request_id in self._open:
                 self._differ(Difference.OPEN, self._open[request_id], "vLLM has finished the request")
@@ -392,7 +396,7 @@ class Edge:
         return next((ordinal for ordinal, (given, _) in self._ids.items() if given == which), e.NO_LIFE)
 
     def _list_of_job(self, name: str, job: Any) -> str:
-        """Return `name`, the name of the job's list. Add a remark if the decision has other pages than the job."""
+        """Return `name`, the field of `StepJobs` with the job. Add a remark if the log has other pages for this job."""
         decided = self._jobs.get(job.job_id)
         if decided is None or (decided.block_ids == job.block_ids and decided.slots == job.slots):
             return name
@@ -427,7 +431,7 @@ class Edge:
     # --- what the workers report ---------------------------------------------------------------
 
     def output_arrives(self, output: KVConnectorOutput) -> Arrived | None:
-        """Read the output when vLLM calls `update_connector_output`; return what `output_leaves` needs."""
+        """Read the workers' output before `update_connector_output` uses it; return the values for `output_leaves`."""
         self._reported, self._load_errors, self._refused, self._delivered = [], [], [], []
         if self.is_off or self.journal.is_disabled:
             return None
@@ -538,7 +542,7 @@ class Edge:
             self.journal.observe(exchanged)
 
     def failed(self, error: BaseException) -> None:
-        """Stop comparing, and record that."""
+        """Stop comparing because of this error, and record that comparing has stopped."""
         self.is_off = True
         self.journal.ledger.on_recorded = None
         what = type(error).__name__
@@ -557,7 +561,7 @@ class Edge:
 
 
 class Arrived:
-    """What `update_connector_output` received."""
+    """The workers' output as `update_connector_output` received it."""
 
     def __init__(self, output: KVConnectorOutput) -> None:
         worker_meta = output.kv_connector_worker_meta

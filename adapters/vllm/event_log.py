@@ -186,9 +186,9 @@ def _begin_log(
 
 
 def _make_room(log_dir: Path, settings: LogSettings) -> list[Retirement]:
-    """Delete the segments that exceed the limits of `log_dir`, then the oldest segments until the smallest log fits.
+    """Delete the segments that exceed the limits of `log_dir`, then the oldest ones until the smallest log fits.
 
-    Returns what was deleted. The smallest log may still not fit.
+    Returns the deletions. They may free too little for even the smallest log.
     """
     retired: list[Retirement] = []
     on_trouble = _RetentionTrouble()

@@ -105,7 +105,7 @@ def _special(group: Any) -> str:
 
 
 def _pages_coincide(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the pages of every two layers are the same bytes, or have no byte in common."""
+    """Whether any two layers use either the same bytes of a block, or no byte in common."""
     end = 0
     for start, stop in sorted(versions.page_ranges(kv_cache_config)):
         if start < end:

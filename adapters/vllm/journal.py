@@ -3,7 +3,7 @@
 kvledger must not raise into vLLM. `guarded` takes a table that says what happens if a hook raises.
 
 A job goes to the workers only if its frame is written and the job keeps vLLM's contract. kvledger reports every other
-job as failed.
+job as failed. `Journal.commit` makes one exception.
 
 VLLM_CONTRACT: what vLLM requires of answers and jobs. kvledger checks each answer and each job, whichever code decided
 it.
@@ -85,7 +85,7 @@ _JUDGED = frozenset({e.LoadIssued, e.SaveIssued, e.TailSaveIssued, e.InvariantVi
 """Decisions that are checked against vLLM's contract, or logged for operators."""
 _Owner = TypeVar("_Owner", bound="ReportsFailures")
 NOT_WRITTEN = "the event log could not be written"
-"""Why an answer or job is withheld although it is correct; shown to operators."""
+"""Reason in the log for withholding a correct answer or job."""
 
 
 class Journal:
@@ -140,7 +140,7 @@ class Journal:
     def has_jobs(self) -> bool:
         """Whether a job waits for a step or for its report, or vLLM waits for an end.
 
-        If the journal is disabled, jobs that are overdue no longer count.
+        If the journal is disabled, overdue copies and ends do not count.
         """
         if self.owed.is_owing:
             return True
@@ -154,7 +154,7 @@ class Journal:
         return self.is_written and not self.is_behind()
 
     def now(self) -> int:
-        """Nanoseconds since the log was opened."""
+        """Return the nanoseconds since the log was opened."""
         return self._clock() - self._opened_ns
 
     def observe(self, event: e.Event) -> list[e.Event]:
@@ -254,7 +254,7 @@ class Journal:
     def take(self, report: e.TransferReported) -> None:
         """Record a report of the workers. Never raises.
 
-        If recording fails, this tries one more time, because a request may wait for the report.
+        If the report is then not in the log, this method tries one more time, because a request may wait for it.
         """
         for _ in range(2):
             sequence = self.ledger.next_sequence
@@ -282,10 +282,10 @@ class Journal:
         return self.ledger.ready(Channel.WORKERS)
 
     def advance(self, ready: Ready) -> int:
-        """Record that `ready` is handed over. The caller hands it over even if the recording fails.
+        """Record that the caller hands over the jobs and ends in `ready`.
 
-        The decisions that issued the jobs of `ready` are already in the log. Returns the sequence number of the
-        recorded event, which is written with the next frame; 0 if nothing was recorded.
+        The caller does so even if recording fails. The decisions that issued the jobs were committed earlier. The event
+        recorded here is written with the next frame. Returns the event's sequence number; 0 if nothing was recorded.
         """
         sequence = self.ledger.next_sequence
         try:
@@ -296,10 +296,11 @@ class Journal:
         return sequence if self.ledger.next_sequence > sequence else 0
 
     def commit(self) -> bool:
-        """Write what was recorded since the last commit as one frame, before vLLM acts on it.
+        """Write the events since the last commit as one frame, before vLLM acts on them.
 
-        Returns whether all events are in the log. If not, jobs that only this frame records are withheld. Exception: a
-        load is not withheld if vLLM would deliver a wrong token without it. The answer that promised it is in the log.
+        Returns whether all events are in the log. If not, the jobs that this frame issues are withheld. Exception: a
+        load within the step is not withheld if vLLM would deliver a wrong token without it (`loads_must_not_fail`). The
+        log has the answer that promised this load.
         """
         first_sequence = self.ledger.next_sequence - self.ledger.num_uncommitted
         try:
@@ -366,7 +367,7 @@ class Journal:
 
     @property
     def _is_overdue(self) -> bool:
-        """Whether copies pending since the journal was disabled are overdue."""
+        """Whether the journal has been disabled for so long that pending copies are overdue."""
         silent_ns = self.now() - self._disabled_ns
         return (
             self._num_steps_disabled >= self.configuration.max_silent_steps
@@ -376,7 +377,7 @@ class Journal:
     def pass_step(self) -> None:
         """Count a step of the disabled journal, and report overdue copies as failed, so that vLLM stops waiting.
 
-        A disabled ledger cannot decide this. Saves are also reported as failed, because vLLM keeps blocks for them.
+        The disabled ledger does not decide this itself. Saves are included, because vLLM keeps blocks for them.
         """
         self._num_steps_disabled += 1
         if self._is_overdue:
@@ -487,7 +488,7 @@ def _breach_of_pages(
         if not 0 <= slot < num_slots:
             return f"slot {slot} is outside the pool of {num_slots} slots"
         if page >= num_blocks or table[page] != block:
-            return f"block {block} is not page {page} of the request's table"
+            return f"block {block} is not at place {page} of the request's block table"
     return ""
 
 
@@ -512,7 +513,8 @@ class Fallback:
     A method is called even if an earlier one raised. The last result other than None becomes the hook's answer.
     """
     fails_as: str = ""
-    """Name of the hook's failure in the log; empty: the hook's own name. Failures of `steps` get the hook's name."""
+    """Name under which the log has the hook's failure; empty: the hook's own name. Failures of `steps` always have the
+    hook's own name."""
 
 
 def guarded(hooks: Mapping[str, Fallback]) -> Callable[[type[_Owner]], type[_Owner]]:

@@ -57,8 +57,8 @@ def note_guessable_keys(vllm_config: VllmConfig, log_directory: Path | None) -> 
 def why_guessable(algorithm: str) -> str:
     """Return why a reader of a log can test guesses of prompts, with the remedy; empty if no reason is known.
 
-    vLLM 0.32 and 0.33 derive the hash before the first block from `PYTHONHASHSEED`. If `PYTHONHASHSEED` is not set,
-    they use a constant with sha256. With xxhash, they then use 32 random bytes, new in each process
+    vLLM 0.32 and 0.33 compute the start of their hash chains from `PYTHONHASHSEED`. If `PYTHONHASHSEED` is not set,
+    the start is a constant with sha256. With xxhash, it is then 32 random bytes, new in each process
     (`v1/core/kv_cache_utils.py`, resolve_none_hash_seed).
     """
     if algorithm not in COLLISION_RESISTANT:

@@ -104,7 +104,7 @@ class LogIds:
             del self._ended[logged], self.renamed[self._given.pop(logged)]
 
     def __len__(self) -> int:
-        """Number of requests whose two ids differ. Used by tests: 0 when all requests have ended."""
+        """Return the number of requests whose two ids differ. Tests check that it is 0 when all requests have ended."""
         return len(self.renamed)
 
 

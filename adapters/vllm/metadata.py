@@ -37,8 +37,8 @@ class PageJob(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     slots: tuple[int, ...]
     pages: tuple[int, ...] = ()
-    """For each block, its place in the request's flat table if the block is digested, else -1. Empty if no block of the
-    job is digested."""
+    """For each block, its place in the request's flat table (`versions.flat_table`) if the block is digested, else -1.
+    Empty if no block of the job is digested."""
 
 
 class _MetadataMeta(msgspec.StructMeta, ABCMeta):
@@ -67,7 +67,7 @@ class StepJobs(KVConnectorMetadata, msgspec.Struct, frozen=True, metaclass=_Meta
     is_idle: bool = False
     """Whether the step computes nothing, so that only copies make progress."""
     delivered: int = 0
-    """Sequence number of the event `EffectsDelivered` that records that these jobs went out; 0 if there is none."""
+    """Sequence number of the `EffectsDelivered` that records that these jobs went out; 0 if there is no such event."""
 
     def __bool__(self) -> bool:
         begun = self.saves_before_forward or self.loads or self.saves or self.async_loads or self.async_saves
@@ -92,7 +92,7 @@ class DigestedJob:
 
     job_id: int
     pages: tuple[int, ...]
-    """Place of each digested block in the request's flat table."""
+    """Place of each digested block in the request's flat table (`versions.flat_table`)."""
     digests: tuple[int, ...]
     """Digest of each block of `pages`: before a save reads it, or after a load has filled it."""
     stored_digests: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ class JobReport:
 
 @attrs.frozen(slots=False)
 class Ends:
-    """The ends that `get_transfer_results` returned, in vLLM's request ids, without the ends of other connectors."""
+    """The ends that `get_transfer_results` returned, as vLLM's request ids, without the ends of other connectors."""
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
@@ -131,7 +131,7 @@ class Ends:
 class StepReport:
     """A rank's report that it has sent the output of a step.
 
-    A rank sends it for each step that must report something (`StepJobs.has_reports`), and for each step in which the
+    A rank sends one for each step that must report something (`StepJobs.has_reports`), and for each step in which the
     rank reports blocks as not filled.
     """
 
@@ -156,14 +156,14 @@ class WorkerStart(KVConnectorHandshakeMetadata):
     rank: int
     num_slots: int
     slot_bytes: int
-    """Bytes that a copy of one block moves on this rank."""
+    """Bytes of one slot. A copy of one block moves as many bytes on this rank."""
     copies_async: bool
     """Whether the rank can copy while steps run."""
     declined: tuple[str, ...] = ()
     """Reasons why this rank copies nothing; empty if the rank makes copies."""
 
     def disagreement(self, configuration: LedgerConfiguration) -> str:
-        """Return what the scheduler side expects and this rank lacks; empty if this rank lacks nothing."""
+        """Return which expectation of the scheduler side this rank does not meet; empty if it meets all of them."""
         if self.num_slots != configuration.num_slots:
             return (
                 f"rank {self.rank} has a host pool of {self.num_slots} slots ({self.slot_bytes} bytes each), the "
@@ -191,7 +191,7 @@ class WorkerReports(KVConnectorWorkerMetadata):
 
 
 def disagreements(starts: Iterable[WorkerStart], configuration: LedgerConfiguration) -> str:
-    """Return what the scheduler side expects and these ranks lack, with the remedy; empty if they lack nothing."""
+    """Return which expectations of the scheduler side these ranks do not meet, and the remedy; empty if none."""
     found = "; ".join(filter(None, (start.disagreement(configuration) for start in starts)))
     return f"{found}; {_REMEDY}" if found else ""
 
@@ -233,7 +233,7 @@ def _list_of(job: IssuedJob) -> str:
 def no_copies(ready: Ready) -> StepJobs:
     """Return the `StepJobs` that go to the workers with a step if `step_jobs` failed.
 
-    The step begins no copies. It waits for the copies that `ready` names, and reports ends and unfilled blocks.
+    The step begins no copies. It waits for copies with a reminder in `ready`, and reports ends and unfilled blocks.
     """
     return StepJobs(
         awaited=tuple(awaited.job_id for awaited in ready.awaited),
@@ -283,8 +283,8 @@ def reported_transfers(
 def _bytes_of(job_ids: tuple[int, ...], num_bytes: int, projections: Projections) -> tuple[int, ...]:
     """Return the bytes that a copy moved for each of its jobs: `num_bytes`, divided in proportion to the jobs' pages.
 
-    The sum is exact. Ranks that share a pool each write only a part of the pages, so a job's bytes need not be a
-    multiple of a page.
+    The results add up to `num_bytes`. Ranks that share a pool each write only a part of the pages, so a job's bytes
+    need not be a multiple of a page.
     """
     if len(job_ids) == 1:
         return (num_bytes,)

@@ -98,7 +98,7 @@ class Observer(Protocol):
     messages: BoundLogger
 
     def now(self) -> int:
-        """Nanoseconds since the log was opened."""
+        """Return the nanoseconds since the log was opened."""
 
     def observe(self, event: e.Event) -> object:
         """Record an observation."""
@@ -121,17 +121,17 @@ class RequestReader:
         self._checks = KeyChecks(chunk_size=self._chunk_size, hash_block_size=keys.hash_block_size)
         self._speculates = speculates
         self._uncached: set[str] = set()
-        """Reasons not to cache a request that are already in the log."""
+        """Reasons that the log already has for not caching some request."""
         self.zeroes_new_blocks = zeroes_new_blocks
-        """Whether vLLM zeroes new blocks before kvledger can copy out of them. Only the scheduler's output names these
-        blocks."""
+        """Whether vLLM zeroes new blocks before kvledger can save their old contents. Only the scheduler's output names
+        the zeroed blocks."""
         self._pools: tuple[BlockPool, ...] = ()
         self._hashes: list[object] = []
         """For each block pool, the object in which vLLM's prefix cache finds blocks. A reset replaces this object."""
         self._is_reset_noted = False
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Keep the block pools of the manager, which show resets. Called when the scheduler has created the manager."""
+        """Keep the manager's block pools, which show resets. Called when the scheduler has created the manager."""
         self._pools = versions.block_pools(manager)
         self._hashes = [*map(versions.prefix_hashes, self._pools)]
 
@@ -147,7 +147,7 @@ class RequestReader:
         return any(map(is_not, self._hashes, before))
 
     def note_reset(self) -> None:
-        """Let the next `take_reset` return True. A rerun of a log calls this, because it has no block manager."""
+        """Let the next `take_reset` return True. Tests by `kvledger repro` call this: they have no block manager."""
         self._is_reset_noted = True
 
     def reset(self, requests: Mapping[str, Request]) -> None:
@@ -367,12 +367,13 @@ class StepReader:
         self._step = 0
         self._due: dict[int, list[str]] = {}
         self._processed: dict[str, tuple[int, int]] = {}
-        """With windows: request id → (settled tokens up to which the step has freed blocks, tokens in flight)."""
+        """Request id → (settled tokens, tokens in flight) in the latest step, if the model has windows. In this step,
+        vLLM freed the blocks outside windows up to these settled tokens."""
         self._processed_before: dict[str, tuple[int, int]] = {}
         self._time_ns = 0
 
     def read(self, scheduler_output: SchedulerOutput, time_ns: int) -> e.StepScheduled:
-        """Return the observation of this step, with the scheduled requests that are in the log.
+        """Return the observation of this step. It leaves out requests that are not in the log.
 
         Without speculation, this method first records the rollback of each request that has fewer computed tokens than
         before.
@@ -484,7 +485,7 @@ class StepReader:
     def _settle(self, settled: list[e.SettledTokens], record: RequestRecord, num_computed_tokens: int) -> int:
         """Append the request's settled tokens to `settled`, if they are enough to save.
 
-        Returns how many tokens must be settled when the request is checked again.
+        Returns the number of settled tokens at which the request must be checked again.
         """
         threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
         request = self._requests.get(record.request_id)
@@ -516,8 +517,8 @@ class StepReader:
     def _window_left(self, record: RequestRecord, processed: tuple[int, int] | None, time_ns: int) -> None:
         """Record up to which token blocks outside windows were freed, for a request that the last step scheduled.
 
-        In a step that skips a request, vLLM may free more of the request's blocks, before it finds that there is no
-        room for the request.
+        For a request that the last step skipped, nothing is recorded. vLLM may have freed more of its blocks in that
+        step, before finding that there is no room for the request.
         """
         computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
         if processed is not None and computing:

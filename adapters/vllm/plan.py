@@ -31,7 +31,7 @@ class Plan:
     groups: Groups
     configuration: LedgerConfiguration
     block_bytes: int
-    """Bytes of one block over all layers on one rank; 0 if the model is declined."""
+    """Bytes of one block on one rank; 0 if the model is declined."""
     num_pools: int
     """Number of pools that `host_bytes` is divided among."""
     num_local_pools: int

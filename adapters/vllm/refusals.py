@@ -74,8 +74,8 @@ def refusals(
 def _place(problem: ErrorDetails, every: list[ErrorDetails]) -> tuple[int | str, ...]:
     """Return the path of the key that a problem is about.
 
-    If the key's type is a union, pydantic appends a name of its own to the path, which is left out here. The problems
-    of one union have the same value, and paths that differ only in this name.
+    If the key's type is a union, pydantic appends a name of its own to the path. This function leaves that name out.
+    The problems of one union have the same value, and their paths differ only in that name.
     """
     place = problem["loc"]
     alike = [each for each in every if each["loc"][:-1] == place[:-1] and each["input"] == problem["input"]]

@@ -162,7 +162,7 @@ def _rotated_by_row(vllm_config: VllmConfig) -> Iterator[Refusal]:
 
 
 def _kernel_rotates_by_row() -> bool:
-    """Whether the kernel rotates a token with several heads in another way if a token precedes it in the batch."""
+    """Whether the kernel rotates a token with several heads differently if another token precedes it in the batch."""
     import torch
     from vllm import _custom_ops
 

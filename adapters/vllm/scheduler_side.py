@@ -129,9 +129,9 @@ class SchedulerSide:
         self._arrived: WorkerReports | None = None
         """Reports of the workers that are not recorded yet."""
         self._invalid_block_ids: frozenset[int] = frozenset()
-        """Blocks that vLLM has named as not filled, until this is recorded."""
+        """Blocks that vLLM has named as not filled, until kvledger has recorded them."""
         self._ending = e.NO_LIFE
-        """The life whose end is being recorded."""
+        """Ordinal of the life whose `RequestFinished` is being recorded."""
         self.request_reader = RequestReader(
             self.journal, keys, speculates=speculates, zeroes_new_blocks=zeroes_new_blocks
         )

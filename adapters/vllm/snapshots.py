@@ -1,4 +1,4 @@
-"""Makes the snapshots of a log in a separate process, so that this does not slow the engine.
+"""Makes the snapshots of a log in a separate process, so that the engine does not slow down.
 
 Any process that can read a log can make the log's snapshots. For each new segment, the engine starts
 `adapters/snapshot_writer.py` at a low priority. If a snapshot cannot be made, kvledger logs a warning and goes on

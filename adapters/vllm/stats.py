@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 OF_LEDGER: Final = tuple(field.name for field in attrs.fields(Figures) if field.name not in LABELS)
 _of_ledger: Final[Callable[[Figures], tuple[int, ...]]] = attrgetter(*OF_LEDGER)
 _NS_BETWEEN_WRITES_SENT: Final = 1_000_000_000
-"""Smallest number of nanoseconds between two stats of which only the figures about the log differ."""
+"""If only figures about the log have changed, new stats wait until this many nanoseconds after the latest stats."""
 
 
 class ConnectorStats(KVConnectorStats):
@@ -54,7 +54,7 @@ class ConnectorStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add counters, replace gauges."""
+        """Add the counters of `other` to these counters, and take over its gauges."""
         for name, value in other.data.items():
             before = None if name in GAUGES else self.data.get(name)
             self.data[name] = value if before is None else _added(before, value)

@@ -6,7 +6,7 @@ from kvledger.lifecycle import Hook, Moment
 
 
 class StepClock:
-    """Counts the moments of one worker, without the machine's clock.
+    """Numbers the moments at which one worker begins and ends copies, without the machine's clock.
 
     Two ranks that begin and end the same copies in the same hook calls have equal moments.
     """

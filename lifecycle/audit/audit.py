@@ -68,7 +68,7 @@ class Audit:
 
     @property
     def last_sequence(self) -> int:
-        """Sequence number of the last event taken, 0 before the first."""
+        """Sequence number of the last event taken; 0 if no event was taken."""
         return self._replay.current.sequence
 
     @property

@@ -26,8 +26,8 @@ class Checker(Visitor[AuditModel]):
     needs = tuple(EVERY_PART)
     rule: ClassVar[str]
     expects_own_evictions: ClassVar[bool] = False
-    """Whether to skip the rule if an extension chooses the chunks that are evicted last. The log does not record that
-    choice."""
+    """Whether the rule expects kvledger's own evictions. The rule is skipped if an extension chooses the chunks that
+    are evicted last, because the log does not record that choice."""
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)

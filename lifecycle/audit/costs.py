@@ -108,7 +108,7 @@ class Costs:
 
         The cost of computing a token is the slope of a least-squares fit of durations over tokens. The slope must be
         lower than `loading` by more than `STANDARD_ERRORS` standard errors. Returns False if there are too few samples,
-        or if durations do not grow with tokens.
+        if all samples have the same number of tokens, or if durations do not grow with tokens.
         """
         if len(self.state.samples) not in SAMPLES:
             return False

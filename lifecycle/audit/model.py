@@ -60,9 +60,9 @@ class AuditModel(Model):
         return is_more and self.costs.is_slower and not self.configuration.offers_slow_loads
 
     def longest_seen(self, life: Life, num_tokens: int) -> int:
-        """Return the length in tokens of the longest prefix that a load can bring, at most `num_tokens`.
+        """Return the length in tokens of the longest prefix that a load can fill, at most `num_tokens`.
 
-        A load can bring a prefix if all pages are stored that the next token sees through its windows.
+        A load can fill a prefix if every page that the next token sees through its windows is stored.
         """
         layout, chunks, tail = self.layout, self.chunks, self.tails.saved(life)
 

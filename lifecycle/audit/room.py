@@ -55,7 +55,7 @@ class _Use:
 class Room:
     """Order in which chunks leave the pool. `Room` must fold an event after `Answers`, `Copies` and `Chunks`.
 
-    A prefix is held by each pending answer that promised it, by each preempted request that waits for it, and by each
+    A prefix is held by each answer that promises it, by each preempted request that waits for it, and by each
     copy in flight that reads it or adds its last chunk. The end of such a hold is a use of the prefix.
     """
 
@@ -64,14 +64,14 @@ class Room:
         self._moment = moment
         self._chunk_size = answers.chunk_size
         self._order: OrderedDict[_Use, None] = OrderedDict()
-        """Uses, least recent first. A use of held chunks is removed when found; the end of the hold is a new use."""
+        """Uses, least recent first. A use of held chunks is removed when found. The end of the hold adds a new use."""
         self._last_use: dict[bytes, _Use] = {}
         """Chunk in the pool → its last use."""
         self._use_of: dict[int, _Use] = {}
         """Ordinal → the life's last use, as long as that is the last use of at least one chunk."""
         self.out_of_turn: list[tuple[bytes, bytes | None]] = []
         """(key of a chunk that the last `chunks.evicted` evicted too early, key of the chunk that had to leave before
-        it; None if no chunk could)."""
+        it; None if no chunk was allowed to leave)."""
 
     def held(self) -> Iterator[Prefix]:
         """Yield the prefixes from which no save may evict a chunk."""

@@ -28,8 +28,8 @@ class Violation:
     ordinal: int | None
     """Ordinal of the life concerned; None if not known, or if no single request is concerned."""
     cause: int
-    """Sequence number of the observation at which the rule is broken, or that caused the decision at which it is
-    broken."""
+    """Sequence number of the observation that breaks the rule. If a decision breaks the rule, sequence number of the
+    observation that caused the decision."""
 
 
 class Violations:

@@ -38,7 +38,7 @@ from kvledger.lifecycle.turn import Turn
 
 
 class _Awaited(msgspec.Struct, frozen=True, gc=False):
-    """A copy in flight that will bring tokens up to `end_token` into the host pool or into vLLM's prefix cache."""
+    """A copy in flight. When it is over, the request could load tokens up to `end_token`."""
 
     job_id: int
     end_token: int
@@ -62,7 +62,7 @@ _VALUE_OF = {reason: reason.value for reason in MissReason}
 
 
 def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -> e.LookupAnswered | e.LookupDeferred:
-    """Return the answer, which offers the tokens that can be loaded after the computed tokens, or a deferral.
+    """Return an answer or a deferral. An answer offers tokens that follow the computed tokens.
 
     With `awaits_saves`, the lookup is deferred while a save in flight will let the request load more tokens.
     """
@@ -98,7 +98,7 @@ def _deferred(turn: Turn, event: e.LookupRequested, job_id: int, *, is_shared: b
 
 
 def _answered(turn: Turn, event: e.LookupRequested, hit: _Hit, end_token: int) -> e.LookupAnswered:
-    """Return the answer that the tokens after the computed ones, up to `end_token`, can be loaded."""
+    """Return an answer that offers the tokens from the end of the computed ones up to `end_token`."""
     request, configuration = turn.record, turn.projections.configuration
     num_external_tokens, is_async = 0, False
     # Whole pages are loaded, so a load must start on a block boundary. vLLM's own hits end on one
@@ -139,7 +139,7 @@ def _find_hit(event: e.LookupRequested, request: RequestRecord, projections: Pro
 
 
 def _hit_before(key: bytes, num_tokens: int, end_token: int, projections: Projections) -> _Hit:
-    """Return the hit up to the chunk with this key, with the reason why that chunk is not in the host pool."""
+    """Return the hit that ends before the chunk with this key. Its reason says why the pool lacks that chunk."""
     if projections.pool.is_saving(key):
         save = projections.jobs.saving(key)
         if save is None:
@@ -172,7 +172,7 @@ def _with_tail(tail: Tail, hit: _Hit, event: e.LookupRequested) -> _Hit:
 
 
 def _limited(hit: _Hit, event: e.LookupRequested, request: RequestRecord, projections: Projections) -> _Hit:
-    """Limit a hit to what the request may load."""
+    """Withdraw the hit if the request may load nothing now."""
     configuration = projections.configuration
     if request.trust is TrustRegion.QUARANTINED:
         return _unusable(hit, MissReason.QUARANTINED)
@@ -219,7 +219,7 @@ def _load_of_another(request: RequestRecord, projections: Projections) -> Copy |
 def shared_load(
     end_token: int, num_computed_tokens: int, request: RequestRecord, projections: Projections
 ) -> Copy | None:
-    """Return another request's load that brings blocks which this request would load, or None.
+    """Return another request's load into blocks that this request can share, or None if there is no such load.
 
     Without waiting for that load, a burst of requests with the same long prefix would load the prefix once per request
     and fill the device with copies (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load when the
@@ -256,7 +256,7 @@ def _will_be_shared(load: Copy, projections: Projections) -> bool:
 
 
 def _shared_end(load: Copy, num_computed_tokens: int, request: RequestRecord, projections: Projections) -> int:
-    """Return up to how many tokens the load brings blocks of the request: a multiple of the block size, 0 if none."""
+    """Return how many tokens the request has if it shares the load: a multiple of the block size; 0 if it cannot."""
     geometry, keys = projections.geometry, request.keys
     first = num_computed_tokens // geometry.chunk_size
     if not load.chunks or load.chunks[0] > first:

@@ -55,7 +55,7 @@ def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: 
 
 
 def settle(turn: EngineTurn, job: Copy) -> None:
-    """Settle a copy that every rank has reported. The copy fails if a rank failed, or if its blocks may be wrong."""
+    """Settle a copy that every rank has reported. It fails if a rank failed, or if a save may have read wrong KV."""
     if job.ranks_failed:
         _fail(turn, job, job.error, quiet=True)
     elif job.is_doubtful or (job.kind is CopyKind.SAVE and turn.projections.jobs.relies_on_load(job)):

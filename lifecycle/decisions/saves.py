@@ -42,9 +42,9 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     generation: int
     """The request's generation in which the blocks were computed."""
     is_async: bool
-    """Whether a copy may outlast its step. With windows it may not, because vLLM frees pages that a window leaves."""
+    """Whether a copy may outlast its step. With windows, no copy may: vLLM frees pages that a window leaves."""
     is_lost: bool
-    """Whether the next forward pass may overwrite the blocks. A copy within the step must then precede that pass."""
+    """Whether the next forward pass may overwrite the blocks. If so, a copy within the step must precede that pass."""
 
 
 class Declined(msgspec.Struct, frozen=True, gc=False):
@@ -88,7 +88,7 @@ class TailSave(msgspec.Struct, frozen=True, gc=False):
 
 
 def save_settled(turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
-    """Save the settled chunks from `first_chunk` on, from the blocks that the request holds."""
+    """Save settled chunks, beginning with `first_chunk`. Copy them from the blocks that the request holds."""
     request, projections = turn.record, turn.projections
     if request.blocks is BlocksRegion.LOADING or _is_doubtful(request, request.current):
         return

@@ -70,7 +70,7 @@ class Projection:
         """Recompute everything derived from the state. Called after the states of all projections were restored."""
 
     def check(self) -> None:
-        """Check a restored state, before `index`, for conditions on which folds rely and which types do not express.
+        """Check what folds assume about a restored state beyond the types of its fields. Called before `index`.
 
         Raises:
             ValueError: no fold produces such a state, and a later fold could fail on it.

@@ -90,7 +90,7 @@ class Copy(msgspec.Struct, gc=False):
 
 
 class LoadEnd(enum.StrEnum):
-    """Progress of a life's asynchronous load towards its end, which vLLM gets once."""
+    """Progress of a life's asynchronous load, until vLLM gets the *end* of the load once."""
 
     NONE = "none"
     CLAIMED = "claimed"
@@ -126,7 +126,7 @@ class OwedEnds(msgspec.Struct):
     """Whether the last lookup was answered with an asynchronous load."""
     load: LoadEnd = LoadEnd.NONE
     load_id: JobId = 0
-    """Job id of the load in flight; 0: none. A second load of the life has no end of its own."""
+    """Job id of the load in flight; 0 if there is none. A second load of the life has no end of its own."""
     blocks: BlocksEnd = BlocksEnd.NONE
 
 

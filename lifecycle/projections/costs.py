@@ -41,7 +41,7 @@ _COMPUTING = (RequestState.CHUNKED_PREFILL, RequestState.RUNNING)
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """The measurements, and until when no load is offered because of them."""
+    """The measurements, and the time until which no load is offered because of them."""
 
     samples: list[tuple[SumOfTokens, Int64]] = []
     """(sum of tokens, duration in nanoseconds) of each series of `NUM_STEPS` steps, the oldest first."""
@@ -67,7 +67,7 @@ class TokenCosts(Projection):
         self.state = State()
 
     def is_slower(self, time_ns: int) -> bool:
-        """Whether loading is known to take longer than computing, and the next trial load is not due."""
+        """Whether loading is known to take longer than computing, and the next trial load is not due yet."""
         until_ns = self.state.declined_until_ns
         return until_ns is not None and time_ns < until_ns
 
@@ -113,7 +113,7 @@ class TokenCosts(Projection):
             state.loads.clear()
 
     def _costs_more(self) -> bool:
-        """Whether loading costs more than computing by `MARGIN`.
+        """Whether loading costs too much to offer loads, according to `MARGIN`.
 
         The comparison adds `NUM_ERRORS` standard errors to the measured cost of computing.
         """

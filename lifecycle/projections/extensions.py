@@ -29,7 +29,7 @@ class Extensions(Projection):
     """Runs the code of active extensions."""
 
     def __init__(self, versions: Mapping[str, int], forget: Callable[[str], None]) -> None:
-        """`versions`: extension name → version. `forget` resets the projections of the extension with this name."""
+        """`versions`: extension name → version. `forget(name)` resets the projections of that extension."""
         self._versions = versions
         self._forget = forget
         self.state = State()

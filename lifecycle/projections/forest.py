@@ -47,14 +47,14 @@ class _Walk:
 
 
 class Forest:
-    """Trees of chunk keys. The nodes are the chunks in the pool, the ghosts, and all chunks before these."""
+    """Trees of chunk keys. Each chunk in the pool, each ghost, and each chunk before one of these is a node."""
 
     def __init__(self, parent_of: dict[bytes, bytes | None], queue: Queue, committed: Container[bytes]) -> None:
         """Create the forest from folded state, which later folds change in place.
 
         Args:
             parent_of: node → the node before it, None for the first chunk of a prompt. Parents come first.
-            queue: the leaves that nothing holds, and nodes that were used after all their children.
+            queue: the leaves without a holder, and other nodes that were used later than all of their children.
             committed: the keys of the chunks in the pool.
         """
         self._parent_of = parent_of
@@ -169,9 +169,9 @@ class Forest:
             self._order.move_to_end(node)
 
     def _bearer(self, node: bytes | None) -> bytes | None:
-        """Return the node that is queued for this node: the node itself, or for a ghost the last chunk before it.
+        """Return the node to queue for this node: for a chunk the node itself, for a ghost the last chunk before it.
 
-        Returns None if there is no such node, or if a holder keeps it out of the queue.
+        Returns None if there is no such chunk, or if a holder keeps the node out of the queue.
         """
         while node is not None and node not in self._committed and node not in self._num_holders:
             node = self._parent_of[node]

@@ -1,7 +1,7 @@
 """Copies in flight, and what they mean for the cache: their life, their chunks, and whether their contents are right.
 
 `owed.py` keeps the copies, their progress, and the pending deliveries. A report or a settlement concerns one copy, even
-if its life has changed since. A quarantine, or blocks that could not be filled, concern all copies of a life.
+if the copy's life has changed since. A quarantine, or blocks that could not be filled, concern all copies of a life.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Jobs(Projection):
         return [self._in_flight[job_id] for job_id in sorted(self._of_ordinal.get(ordinal, ()))]
 
     def reads_blocks_of(self, ordinal: int) -> list[Copy]:
-        """Return the asynchronous saves in flight that read blocks which this life still holds."""
+        """Return the life's asynchronous saves in flight, if the life has not lost the blocks that they read."""
         if ordinal not in self._of_ordinal:
             return []
         return [
@@ -120,7 +120,7 @@ class Jobs(Projection):
         return ordinal in self._of_ordinal
 
     def is_loading_async(self, ordinal: int, generation: int) -> bool:
-        """Whether an asynchronous load of this generation is in flight. No step schedules the request then."""
+        """Whether an asynchronous load of this generation is in flight. If so, no step schedules the request."""
         return any(
             copy.kind is CopyKind.LOAD and copy.is_async and copy.generation == generation
             for copy in self.of_life(ordinal)

@@ -48,7 +48,7 @@ class LookupCache(Projection):
         return len(self.state.hits)
 
     def num_hit_chunks(self, request: RequestRecord) -> int:
-        """Count the committed chunks from the request's first token on, whatever was answered. Changes nothing.
+        """Count the request's committed chunks, from its first token on and without a gap. Changes nothing.
 
         Only chunks that may have changed since the last lookup are counted again. Chunks leave the pool from the end of
         a prefix, so all chunks of the last hit are in the pool as long as its last chunk is.

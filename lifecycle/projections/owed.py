@@ -113,7 +113,7 @@ class Owed(Projection):
         return {ordinal: self.state.ends[ordinal].request_id for ordinal in lives}
 
     def issued_since(self, sequence: int) -> list[PageJob]:
-        """Return the jobs issued from this sequence number on that no worker has received."""
+        """Return the jobs that were issued from this sequence number on, if no worker has received them."""
         return [each.job for each in self.state.unsent.values() if each.sequence >= sequence]
 
     def lost_fences(self) -> list[int]:
@@ -446,7 +446,7 @@ class Owed(Projection):
             self._close(ordinal)
 
     def _close(self, ordinal: int) -> None:
-        """Close both ends of a life, because vLLM has received one of them and gets no second one."""
+        """Drop what is pending for a life's load and kept blocks: vLLM has received one end and gets no second one."""
         state = self.state
         its = state.ends.get(ordinal)
         if its is not None:

@@ -98,7 +98,7 @@ class HostSlots(Projection):
         return self.num_slots - len(self.state.references)
 
     def num_references(self, slot: int) -> int:
-        """Return the number of chunks and tails in the slot, and of jobs that write or read it."""
+        """Return how many chunks and tails are in the slot, plus how many jobs write or read the slot."""
         return self.state.references.get(slot, 0)
 
     def candidates(self, count: int) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     parent_of: dict[bytes, bytes | None] = {}
     """Key of a chunk or ghost → key of the chunk before it in the prompt, or None. Parents come first."""
     queue: Queue = msgspec.field(default_factory=Queue)
-    """The order in which chunks leave; see `Forest`."""
+    """The order in which chunks are evicted; see `Forest`."""
     promised: dict[Ordinal, bytes] = {}
     """Ordinal → key of the last chunk that the life's pending answer promised."""
     wanted: dict[Ordinal, bytes] = {}
@@ -216,7 +216,7 @@ class Victims(msgspec.Struct, frozen=True, gc=False):
 class Pool(Projection):
     """The chunks that can be looked up, and their holders.
 
-    The end of a copy changes only the chunks of its job. A promise belongs to the generation that got the answer.
+    When a copy is settled, only its own chunks change. A promise belongs to the generation that got the answer.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Pool(Projection):
         keep_for_preempted: bool,
         keeper: Callable[[], Callable[[bytes], bool] | None],
     ) -> None:
-        """`keeper` returns a function that says whether an extension wants a chunk evicted last; None if none does."""
+        """`keeper` returns a function (key → whether to evict the chunk last), or None if no extension has one."""
         self._tracker = tracker
         self._geometry = geometry
         self._jobs = jobs
@@ -271,7 +271,7 @@ class Pool(Projection):
         return iter(self.state.committed)
 
     def get(self, key: bytes) -> tuple[int, ...] | None:
-        """Return the slots of a chunk; None if it cannot be looked up."""
+        """Return the slots of a chunk; None if the chunk cannot be looked up."""
         packed = self.state.committed.get(key)
         return None if packed is None else self._packing.unpack(packed)
 
@@ -323,7 +323,7 @@ class Pool(Projection):
             num_slots: slots needed beyond the free ones; if not positive, no chunk leaves.
             keys: chunk keys of the request that saves. Its chunks before `end_chunk` stay, because the first chunks of
                 a prompt are worth more than later ones.
-            end_chunk: number of the chunk after those that the request has saved or is saving.
+            end_chunk: number of the chunk after the last one that the request has saved or is saving.
         """
         if num_slots <= 0:
             return Victims((), 0)
@@ -624,5 +624,5 @@ def _count_down(counts: dict[bytes, int], keys: Sequence[bytes]) -> None:
 
 
 def num_intact_tokens(event: e.RequestPreempted | e.RequestFinished) -> int:
-    """Return how many settled tokens a copy before the next forward pass can still read."""
+    """Return how many settled tokens a copy can read if it runs before the next forward pass."""
     return 0 if event.blocks_zeroed else event.num_settled_tokens

@@ -27,7 +27,7 @@ class Tail(msgspec.Struct):
     """One slot for each page that the tokens of the tail touch."""
     is_saved: bool = False
     load_id: JobId = 0
-    """Id of the last load that reads the tail; 0: none."""
+    """Id of the last load that reads the tail; 0 if there is none."""
 
 
 class RequestRecord(msgspec.Struct):
@@ -91,8 +91,8 @@ class RequestRecord(msgspec.Struct):
     deferred_for: JobId = 0
     """Id of the copy for which the last lookup was deferred; 0 if it was answered."""
     wanted_boundary: Int64 = 0
-    """Boundary up to which a load could have gone if the pages that windows see at this boundary had been stored; 0:
-    none. Saves include these pages."""
+    """Boundary at which a load could have ended if all pages that windows see there had been stored. Saves include
+    these pages. 0 if there is no such boundary."""
 
     # --- chunks --------------------------------------------------------------------------------
     keys: list[bytes] = []

@@ -147,11 +147,11 @@ class RequestTracker(Projection):
         return -1 if record is None else record.ordinal
 
     def num_computed_tokens(self, record: RequestRecord) -> int:
-        """Return the tokens that are computed or in flight after the last step."""
+        """Return how many tokens of the request are computed or in flight after the last step."""
         return self.computed.count(record.ordinal)
 
     def save_threshold(self, record: RequestRecord, num_chunks: int) -> int:
-        """Return the number of settled tokens from which on chunks after the first `num_chunks` are saved.
+        """Return how many tokens must have settled before chunks after the first `num_chunks` are saved.
 
         Chunks of the prompt are saved at once, because other requests may need them soon. Decoded chunks wait for the
         end of an interval. Intervals count from token 0, so that requests that decode together are not saved together.
@@ -164,7 +164,7 @@ class RequestTracker(Projection):
     # --- moves ---------------------------------------------------------------------------------
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """Event class → fold: a marked method, or a fold that changes only states, for other events that do so."""
+        """Event class → fold: the marked method. Other events that change states have a fold that does only that."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
         for event_class in self._tables.request_events:
             if any(map(self._moves, triggers_of(event_class))):

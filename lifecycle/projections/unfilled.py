@@ -81,7 +81,7 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
     def _written(
         self, table: Sequence[int], num_computed_tokens: int, first: int, end: int, geometry: Geometry
     ) -> None:
-        """Remove the blocks of pages [first, end), or add them if their tokens see an unfilled block before them."""
+        """Mark blocks of pages [first, end) as filled, or as unfilled if their tokens see an earlier unfilled block."""
         windows = geometry.windows
         if windows.has_any:
             # A log may count more tokens than it has blocks.

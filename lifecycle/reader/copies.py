@@ -106,7 +106,7 @@ class Copies:
         return ordinal in self._of_life
 
     def is_loading(self, ordinal: int, generation: int, *, outside_steps: bool = False) -> bool:
-        """Whether a load of this life and generation is in flight. With `outside_steps`: an asynchronous load."""
+        """Whether a load of this life and generation is in flight. `outside_steps`: count only asynchronous loads."""
         return any(
             job.is_load and job.generation == generation and (job.is_async or not outside_steps)
             for job in self.of_life(ordinal)

@@ -140,9 +140,9 @@ class Layout:
         return 0
 
     def _first_missing(self, num_tokens: int, is_stored: Callable[[int, int], bool]) -> range | None:
-        """Return the tokens of the first page that windows of token `num_tokens` see and that is not stored.
+        """Return the tokens of the first page that is not stored, among the pages that windows of a token see.
 
-        Only pages with tokens before that token are considered. The result is None if all of these are stored.
+        The token has the number `num_tokens`. Only pages with earlier tokens count. None: all of these are stored.
         """
         missing: list[range] = []
         for group, window in enumerate(self.windows):

@@ -216,7 +216,7 @@ class Lives:
     # --- after a gap -----------------------------------------------------------------------------
 
     def _met_late(self, event: e.RequestEvent, life: Life | None) -> Life | None:
-        """With missing events, return the life that an event is about. Begin the life if it is unknown."""
+        """In a log with missing events, return the life that an event is about. Begin the life if it is unknown."""
         if not isinstance(event, e.RequestDecision):
             return self._begin_late(event.request_id) if life is None else life
         if life is not None and NEVER < life.ordinal < event.ordinal:  # the id was used again while events are missing

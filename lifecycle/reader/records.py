@@ -208,7 +208,7 @@ class Copy(msgspec.Struct, gc=False):
     since_step: Count
     """Number of steps when the copy was issued, a step last had to wait for it, or workers were first asked about it.
 
-    The latest of these counts.
+    The latest of these moments counts.
     """
     since_ns: TimeNs
     leaves_out: bool = False

@@ -172,7 +172,7 @@ class Tables:
         return table
 
     def _counted(self, block_ids: Sequence[int], first_page: int = 0) -> Iterable[int]:
-        """Return the blocks in `block_ids` of groups without a window. `first_page` is the page of the first block."""
+        """Return those of the blocks that belong to groups without a window. `first_page`: page of the first block."""
         if self._counts_all:
             return block_ids
         num_groups = self._num_groups

@@ -54,7 +54,7 @@ class Tails:
         return next((life for life, tail in self._tails.items() if tail.is_saved and slot in tail.slots), None)
 
     def why_none(self, life: Life | None) -> tuple[str, int]:
-        """Return, in words, why the life has no tail to load, and the number of the event that shows it (0: none)."""
+        """Return in words why the life has no tail to load, and the sequence number of an event that shows it, or 0."""
         ordinal = -1 if life is None else life.ordinal
         tail = self._tails.get(ordinal)
         if tail is not None:

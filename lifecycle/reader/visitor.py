@@ -186,7 +186,7 @@ class Reader:
             raise NotResumable("other code stored it")
 
     def _layout(self, core_fingerprint: str) -> str:
-        """Return a hash of everything besides code that must be equal for a stored state to have the same meaning."""
+        """Return a hash of what must be equal for a stored state to keep its meaning. Code is not included."""
         return digest(core_fingerprint, attrs.asdict(self.model.configuration), layout_of(StoredModel))
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:

@@ -31,7 +31,7 @@ from kvledger.lifecycle.turn import Turn
 
 
 class HandlerContract(abc.ABC):
-    """Tests that every state handler must pass, in a core where it replaces the built-in handler of its state."""
+    """Tests that every state handler must pass. The tested handler replaces the built-in handler of its state."""
 
     configurations: ClassVar[tuple[LedgerConfiguration, ...]] = CONFIGURATIONS
     """Configurations under which each test runs. In all of them, a block has four tokens."""

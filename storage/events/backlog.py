@@ -2,7 +2,7 @@
 
 - By default, each append writes its frame itself. While frames are waiting, an append adds its frame to them. If
   enough time has passed since the last attempt, the append then tries to write all waiting frames.
-- With `writes_alone`, an append writes only a frame that takes a single write. A thread writes all other frames, and
+- With `writes_alone`, an append writes its frame only if one write is enough. A thread writes all other frames, and
   retries even while the engine is idle. While frames are waiting, only the thread writes. An append waits for the
   thread at most `max_wait_ms`, and only if no other frame was waiting.
 
@@ -39,7 +39,7 @@ _MAX_PAUSE_SECONDS: Final = 5.0
 
 @attrs.define(eq=False)
 class _Waiting:
-    """A frame that is not written yet. Without a payload, it is a gap and stands for events that cannot be written."""
+    """A frame that is not written yet. If `payload` is None, it is a gap in place of events that cannot be written."""
 
     first_sequence: int
     num_events: int
@@ -54,8 +54,9 @@ class BacklogEventStore:
 
     `on_trouble(error, num_events_backlogged)` is called after each failed attempt to write. It is also called, with a
     `TimeoutError`, if an append waited `max_wait_ms` without success. After errors,
-    `on_written_again(num_events_written, num_events_lost)` is called as soon as no frame is waiting. Both numbers count
-    from the first error. Neither function may raise. With `writes_alone`, the store's own thread may call them.
+    `on_written_again(num_events_written, num_events_lost)` is called as soon as no frame is waiting. It gets the number
+    of events written from the backlog, and the number of lost events. Both count from when the backlog was last empty.
+    Neither function may raise. With `writes_alone`, the store's own thread may call them.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class BacklogEventStore:
 
     @property
     def num_events_backlogged(self) -> int:
-        """Events that wait to be written."""
+        """Number of events that wait to be written."""
         return self._num_events_backlogged
 
     @property
@@ -112,12 +113,12 @@ class BacklogEventStore:
 
     @property
     def num_events_lost(self) -> int:
-        """Events that are lost: the backlog was full, or `close` could not write them."""
+        """Number of events that were lost because the backlog was full or `close` could not write them."""
         return self._num_events_lost
 
     @property
     def num_bytes_written(self) -> int:
-        """Bytes of the frames written so far."""
+        """Number of bytes of the frames written so far."""
         return self._num_bytes_written
 
     @property

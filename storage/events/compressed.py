@@ -1,8 +1,9 @@
 """The compressed form of a closed segment. This module must not know how frames are read from blocks.
 
-The file keeps its name and its header block. The header block is followed by blocks of whole frames, without space
-between them. The last block is empty and marks the end of the segment. Offsets in a segment count uncompressed bytes,
-so an offset from before the compression stays valid. A block is little-endian:
+The file keeps its name and its header block. In this module, a *block* is a compressed part of the segment. It has
+whole frames. The blocks follow the header block without space between them. The last block is empty and marks the end
+of the segment. Offsets in a segment count uncompressed bytes, so an offset from before the compression stays valid. A
+block is little-endian:
 
 ====== ===== ======================================================================================
 offset bytes field
@@ -59,7 +60,7 @@ _LEVEL: Final = 1
 
 
 class _Piece(msgspec.Struct, frozen=True, gc=False):
-    """The bytes from `start` up to before `end` of a segment: one block, or bytes that no intact block covers."""
+    """The bytes from `start` up to before `end` of a segment: a compressed block, or bytes without an intact block."""
 
     start: int
     end: int
@@ -74,7 +75,7 @@ class _Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class SegmentBlocks:
-    """The blocks of one segment file. Only one expanded block is kept. `num_bytes` is the file's uncompressed size."""
+    """The compressed blocks of a segment file. One expanded block is kept. `num_bytes` is the uncompressed size."""
 
     def __init__(self, descriptor: int, first_at: int, num_stored: int) -> None:
         """Read all block headers of a file of `num_stored` bytes. The first header is at byte `first_at`."""
@@ -160,7 +161,7 @@ class SegmentBlocks:
 
 
 def find_blocks(descriptor: int, num_stored: int) -> SegmentBlocks | None:
-    """Return the blocks of a segment file of `num_stored` bytes; None: the file is not compressed."""
+    """Return the compressed blocks of a segment file of `num_stored` bytes. None: the file is not compressed."""
     at = 0
     for num_read in (_FEW_BYTES, MAX_HEADER_BYTES):
         with contextlib.suppress(LogError):
@@ -213,7 +214,7 @@ def compress_segment(
 
 
 def encode_block(offset: int, data: bytes) -> bytes:
-    """Return the encoded block for `data`, the bytes of a segment from `offset` on."""
+    """Return the compressed block for `data`, which are the bytes of a segment from `offset` on."""
     # One call per block: zlib releases the interpreter lock meanwhile.
     stored = zlib.compress(data, _LEVEL) if data else b""
     fields = _HEADER.pack(_MARKER, 0, offset, len(data), len(stored), crc32c(stored))[_CRC_COVERS_FROM:]
@@ -242,7 +243,7 @@ def _compressed(segment: Path) -> Iterator[bytes]:
 
 
 def _end_of_frames(data: bytes) -> int:
-    """Return the number of bytes of the intact frames with which `data` begins."""
+    """Return how many bytes the intact frames at the beginning of `data` have."""
     end = 0
     while isinstance(frame := parse_frame(data, end), Frame):
         end += frame_bytes(frame)

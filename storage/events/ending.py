@@ -112,8 +112,8 @@ def read_ending(directory: Path) -> LogEnding:
 def glance_at_ending(directory: Path) -> LogEnding:
     """Return how the log ended, from its end record alone if possible, else with the slower `read_ending`.
 
-    The end record is enough if the log is being written. It is also enough if the segment that it names exists, and if
-    it counts no unwritten events. Frames that were cut off after the end record was written are then not noticed.
+    The end record is enough if the log is being written. It is also enough if it counts no unwritten events and the
+    segment that it names exists. This function then does not notice frames that are missing at the end of the log.
     `read_ending` takes a second or more.
     """
     recorded = read_end_record(directory)
@@ -166,7 +166,7 @@ def judge_ending(
 
 
 def _missing_segment(directory: Path, next_sequence: int, recorded: RecordedEnd | None) -> MissingEnd | None:
-    """Return the first missing segment after the log's end that a snapshot or the end record names; None: none."""
+    """Return the first missing segment after the log's end, or None. Snapshots and the end record name segments."""
     named = {path.with_suffix(".kvlog").name: path.name for path in directory.glob(f"*{SNAPSHOT_SUFFIX}")}
     if recorded is not None:
         named[recorded.segment] = END_RECORD_NAME

@@ -82,7 +82,7 @@ def open_for_reading(path: Path) -> int:
     """Open a regular file without waiting, and return its descriptor.
 
     Raises:
-        RefusedFile: the path is a link, or something else than a regular file.
+        RefusedFile: the path is a link, or is not a regular file.
         OSError: the file cannot be opened.
     """
     return _opened(path, os.O_RDONLY)
@@ -140,12 +140,12 @@ def refused_link(path: Path) -> RefusedFile:
 
 @contextlib.contextmanager
 def opened_directory(directory: Path, expected: os.stat_result) -> Iterator[int]:
-    """Yield a descriptor of the directory whose status is `expected`.
+    """Check that `directory` has the status `expected`, and yield a descriptor of it.
 
-    Changes through this descriptor stay in that directory, even if another directory takes its name meanwhile.
+    Changes through this descriptor stay in the checked directory, even if another directory takes its name meanwhile.
 
     Raises:
-        RefusedFile: the path `directory` leads to another directory than the expected one.
+        RefusedFile: another directory is now at the path `directory`.
         OSError: the directory cannot be opened.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""A writer's work in threads when its log begins a new segment: compression, snapshots, retention.
+"""Threads that run when a log begins a new segment: they compress, make snapshots and retire segments.
 
 The writer waits for a thread only if the previous retention pass has not finished. This module must not know how
 snapshots are made.
@@ -165,7 +165,7 @@ class Maintenance:
             given_up.add(waits_for)
 
     def _retire(self, directory: Path, given_up: Collection[Path] = (), *, waits: bool = True) -> Path | None:
-        """Retire segments. Return the directory of the log for whose snapshot retention waits. None: it does not wait.
+        """Retire segments. If retention waits for a log's snapshot, return the log's directory, else None.
 
         `given_up` has the directories of logs whose snapshots cannot be made. Without `waits`, retention waits for no
         snapshot.

@@ -1,11 +1,12 @@
 """Read a log as it is, even if it is damaged or being written. Takes no lock and writes nothing.
 
 Damage raises no exception. It is added to `LogReader.damage`, and reading continues after it. Only intact frames are
-yielded, in order, and each sequence number at most once. Memory holds one frame, and 1 MiB or one block of the file.
+yielded, in order, and each sequence number at most once. The reader keeps one frame in memory, and 1 MiB or one
+compressed block of the file.
 
 The reader verifies CRCs, sequence numbers and chain hashes. It also verifies that each segment belongs to this log and
-has the file name that its header states. It does not verify what payloads mean, or whether somebody rewrote the whole
-log. To detect a rewritten log, compare `head_hash` with a hash that was recorded outside the log.
+has the file name that follows from its header. It does not verify what payloads mean, or whether somebody rewrote the
+whole log. To detect a rewritten log, compare `head_hash` with a hash that was recorded outside the log.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class LogReader:
     place: tuple[str, int] = attrs.field(default=("", 0), init=False)
     """Name of the segment and offset of the frame that was yielded last."""
     retired: list[Retirement] = attrs.field(factory=list, init=False)
-    """Missing segments that a record names as retired. They are not damage. They were before the first segment that was
-    read, or were deleted during the reading."""
+    """Missing segments that `retired.jsonl` names as retired. Their absence is not damage. They were before the first
+    segment that was read, or were deleted during the reading."""
     _log_id: str | None = attrs.field(default=None, init=False)
     """The log id that most headers have. If several ids are equally frequent, the one in the earliest segment."""
     _headers: dict[Path, SegmentHeader | str] = attrs.field(factory=dict, init=False)
@@ -121,7 +122,7 @@ class LogReader:
     # --- segments ----------------------------------------------------------------------------------------------------
 
     def _list_segments(self) -> None:
-        """List the segments of this log, except files with a wrong name. Raises `LogTooNew` and `OSError`."""
+        """List the segments of this log, without misplaced files (`_misplaced`). Raises `LogTooNew` and `OSError`."""
         if not self.path.is_dir():
             self._segments = [self.path]
             self._read_header(self.path)
@@ -155,7 +156,7 @@ class LogReader:
         return first_sequence_of(segment) if header is None else header.first_sequence
 
     def _misplaced(self, segment: Path) -> str:
-        """Return why a file is not a segment of this log. Empty if it is, or if its header cannot be read."""
+        """Return why a file is not a segment of this log. Empty if the file is one, or if its header cannot be read."""
         header = self._header_of(segment)
         if header is None:
             return ""
@@ -175,7 +176,7 @@ class LogReader:
                 self._report("misplaced_segment", segment, 0, why, num_bytes_of(segment), self._begins(segment))
 
     def _behind(self, segment: Path) -> Path | None:
-        """Return the segment after `segment`; None: there is none. If it is not known yet, list the directory again."""
+        """Return the segment after `segment`, or None. List the directory again if no later segment is known."""
         for is_listed_anew in (False, True):
             if is_listed_anew:
                 self._list_segments()
@@ -211,7 +212,7 @@ class LogReader:
                 offset = self._behind_damage(segment, data, offset)
 
     def _enter_segment(self, segment: Path, data: SegmentBytes) -> int | None:
-        """Check a segment's header and report its damage. Return the offset of the first frame; None: there is none."""
+        """Check a segment's header and report its damage. Return the offset of the first frame; None: no frame."""
         header, begins = self._header_of(segment), self._begins(segment)
         if begins is not None and begins > self.next_sequence:
             self._account_for_missing(segment, begins, header)
@@ -263,7 +264,7 @@ class LogReader:
     # --- damage ------------------------------------------------------------------------------------------------------
 
     def _behind_damage(self, segment: Path, data: SegmentBytes, offset: int) -> int | None:
-        """Report damage at `offset`, after the last good frame, unless the segment ends or grows there.
+        """Report damage at `offset`, where the intact frames end. Report nothing if the segment ends or grows there.
 
         Return the offset at which to continue in this segment; None: no intact frame follows in it.
         """
@@ -312,7 +313,7 @@ class LogReader:
         return None
 
     def _is_contradicted(self, frame: Frame, data: SegmentBytes, end: int) -> bool:
-        """Whether the frame or segment header directly after `frame` continues another frame than `frame`."""
+        """Whether `frame` is directly followed by a frame or segment header that does not continue `frame`."""
         behind = data.frame_at(end) if end < data.num_bytes else ""
         if isinstance(behind, Frame):
             return not follows(behind, frame.next_sequence, frame.chain_hash)
@@ -322,7 +323,7 @@ class LogReader:
         return header.previous_head_hash != frame.chain_hash
 
     def _more_comes(self, segment: Path, data: SegmentBytes, offset: int) -> bool:
-        """Check again whether the last segment has grown or a new segment has begun. Return whether to continue.
+        """Wait shortly for the log's writer. Return whether the last segment has grown or a new segment has begun.
 
         The writer may be about to complete the frame at `offset`, or may have begun a new segment.
         """
@@ -357,10 +358,10 @@ def read_log(path: Path, *, from_sequence: int = 1) -> LogReader:
 
 
 def traces_of_log(directory: Path) -> str:
-    """Describe, for a message, the segments that a directory without segments once had.
+    """Return a text for a message: which segments are missing in a directory that has no segments.
 
-    The text is from the end record or the record of retirements. It is empty if neither names a segment, or if the
-    whole log was retired. Raises `OSError`.
+    The end record or the record of retirements names these segments. The text is empty if neither names
+    a segment, or if the whole log was retired. Raises `OSError`.
     """
     name = directory.absolute().name
     recorded = read_end_record(directory)

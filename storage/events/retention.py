@@ -1,12 +1,13 @@
-"""Keep logs within a size and an age, and make room on a full disk: delete the oldest whole segments.
+"""Delete the oldest segments of logs, to keep to limits on size and age, or to make room on a full disk.
 
-A log that is being written keeps its last segment. A closed log can be deleted completely. The age of a segment is the
+A log that is being written keeps its last segment. Any other log can be deleted completely. The age of a segment is the
 time since the last write to it. Only files that belong to a log are deleted. Each deletion is recorded before it
 happens (see `retirements`). If a full disk has no room for the record, the deletion is recorded directly afterwards.
 
 After a log's oldest segment is deleted, readers begin with the snapshot of the next segment. If snapshots are made,
-retention waits for that snapshot up to a limit (`SnapshotWait`). Beyond the limit, the segment is deleted although
-the snapshot is missing. The record then states that the events up to the next snapshot cannot be verified.
+the oldest segment is kept until that snapshot exists, up to a limit (`SnapshotWait`). Beyond the limit, the segment is
+deleted although the snapshot is missing. The record then states that the events up to the next snapshot cannot be
+verified.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def ignore(_error: OSError | LogError) -> None:
 
 @attrs.define
 class SnapshotWait:
-    """How long retention keeps a segment because the next segment has no snapshot."""
+    """How long retention keeps a segment whose next segment has no snapshot."""
 
     excess_bytes: int = 0
     """The segment is kept as long as the logs exceed their size limit by at most this many bytes."""
@@ -124,7 +125,7 @@ class _Log:
 
     directory: Path
     status: os.stat_result
-    """Status of the directory. If another directory has taken its name, no file is deleted there."""
+    """Status that identifies the directory. If another directory has taken its name, nothing in that one is deleted."""
     may_vanish: bool
     segments: deque[Path]
 
@@ -138,7 +139,7 @@ class _Log:
 
     @property
     def is_rest_verifiable(self) -> bool:
-        """Whether the log can be verified without its oldest segment.
+        """Whether the log can be verified after its oldest segment is deleted.
 
         False if the next segment has no intact snapshot.
         """
@@ -220,16 +221,16 @@ def retire_logs(
 ) -> list[Retirement]:
     """Retire the oldest segments of all logs in `log_dir` until the logs together are within both limits.
 
-    A closed log is deleted completely with its last segment. The record of this retirement is in `log_dir`. `in_use` is
-    the log that the caller writes. Its last segment is kept. Logs that other processes write keep all segments, but
-    count towards the limits.
+    If the last segment of a log is retired, the log's directory is deleted, too. The record of this retirement is in
+    `log_dir`. `in_use` is the log that the caller writes. The last segment of `in_use` is kept. Logs that other
+    processes write keep all segments, but count towards the limits.
 
     Logs with a damaged header are skipped. Logs that cannot be read or deleted are reported to `on_trouble` and
     skipped. Without `wait`, retention waits for no snapshot. Returns the retired segments; with `dry_run`, the segments
     that would be retired.
 
     Raises:
-        LogDamaged: all logs that no other process writes were skipped, the final one because of a damaged header.
+        LogDamaged: every log that no other process writes was skipped, the last one because of a damaged header.
         OSError: `log_dir` itself cannot be read.
     """
     judge = _over_limits(max_bytes, max_age_seconds, wait)
@@ -256,7 +257,7 @@ def make_room(
 
 
 def num_log_bytes(log_dir: Path) -> int:
-    """Return the bytes of all logs in `log_dir` that count towards the size limit. Raises `OSError`."""
+    """Return the size of all logs in `log_dir` in bytes, as the size limit counts it. Raises `OSError`."""
     return sum(_bytes_of(directory) for directory in directories_in(log_dir))
 
 
@@ -264,7 +265,7 @@ def num_log_bytes(log_dir: Path) -> int:
 def _locked_logs(
     log_dir: Path, in_use: Path | None, *, dry_run: bool, on_trouble: Trouble
 ) -> Iterator[tuple[list[_Log], int]]:
-    """Yield the logs in `log_dir` that no other process writes, and the bytes of all logs.
+    """Yield the logs in `log_dir` that no other process writes, and the size of all logs in bytes.
 
     The yielded logs are locked until the context ends; with `dry_run` they are not locked.
     """
@@ -400,6 +401,6 @@ def _size(path: Path) -> int:
 
 
 def _bytes_of(directory: Path) -> int:
-    """Return the bytes of a log, without `retired.jsonl` and `log.end`, which retention does not make smaller."""
+    """Return the size of a log in bytes, without `retired.jsonl` and `log.end`, which retention cannot make smaller."""
     files = (file for pattern in _PARTS_OF_A_LOG for file in directory.glob(pattern))
     return sum(_size(file) for file in files if file.name not in _RECORDS)

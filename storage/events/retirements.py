@@ -1,9 +1,9 @@
 """The record `retired.jsonl` of a log's retired segments, with one JSON object per line for each segment.
 
-An entry is on disk before its segment is deleted. Readers can therefore distinguish retired segments from segments that
-were deleted by hand. The record begins with a reserved line of spaces. On a full disk, the next entry overwrites the
-reserved line in place. When entries can be appended again, a new line is reserved. Readers skip a line that a crash
-left incomplete.
+An entry is on disk before its segment is deleted, unless the disk is too full for the entry. Readers can therefore
+distinguish retired segments from segments that were deleted by hand. The record begins with a reserved line of spaces.
+On a full disk, the next entry overwrites the reserved line in place. When entries can be appended again, a new line is
+reserved. Readers skip a line that a crash left incomplete.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def write_retirement(directory: Path, retirement: Retirement) -> None:
     A record that has hard links, for example after `cp -al`, is first replaced by a new file with the same entries.
 
     Raises:
-        OSError: the entry could not be written. On a full disk, this means that there was no reserved line to
-            overwrite.
+        OSError: the entry could not be written. If the error is a full disk, no reserved line could be overwritten
+            either.
     """
     line = msgspec.json.encode(retirement)
     try:
@@ -148,7 +148,7 @@ def _write_reserved(path: Path, line: bytes) -> bool:
 
 
 def read_retirements(directory: Path) -> list[Retirement]:
-    """Return the entries of the record in `directory`, in the order of the file; empty without a record."""
+    """Return the entries of the record in `directory`, in the order of the file. Empty if there is no record."""
     try:
         lines = read_file(directory / RETIREMENTS_NAME).splitlines()
     except (FileNotFoundError, NotADirectoryError):

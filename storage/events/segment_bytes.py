@@ -67,21 +67,24 @@ class SegmentBytes:
         os.close(self._descriptor)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return up to `num_bytes` bytes from `offset` on, at most to the end of the file or of the block."""
+        """Return up to `num_bytes` bytes from `offset` on, at most to the end of the file or compressed block."""
         num_bytes = max(0, min(num_bytes, self.num_bytes - offset))
         if self._blocks is not None:
             return self._blocks.read(offset, num_bytes)
         return os.pread(self._descriptor, num_bytes, offset)
 
     def block_trouble(self, offset: int) -> str:
-        """Return why the block at `offset` cannot be read.
+        """Return why the compressed block at `offset` cannot be read.
 
         Empty if the block can be read, or if the segment is not compressed.
         """
         return "" if self._blocks is None else self._blocks.trouble_at(offset)
 
     def has_changed(self, offset: int) -> bool:
-        """Check whether the file's size or its bytes at `offset` have changed. A compressed file never changes."""
+        """Read the file again. Return whether its size or its bytes at `offset` have changed.
+
+        A compressed file never changes.
+        """
         if self._blocks is not None:
             return False
         before = (self.num_bytes, self.read(offset, _WINDOW_BYTES))

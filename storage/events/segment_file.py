@@ -14,8 +14,8 @@ offset bytes field
 ====== ===== ======================================================================================
 
 The first 18 bytes have the same fields in every format version, so an old kvledger can report a newer format version.
-The chain of hashes in a segment starts with the BLAKE2b-128 of one copy. Because each copy contains the last hash of
-the segment before, the chain covers the whole log.
+The chain of hashes in a segment starts with the BLAKE2b-128 of one copy. Each copy contains the chain hash at the end
+of the segment before, so the chain covers the whole log.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class SegmentHeader:
     previous_head_hash: bytes
     header: dict[str, object]
     num_bytes: int
-    """Bytes of both copies, which is also the offset of the first frame."""
+    """Size of both copies in bytes. The first frame begins at this offset."""
     chain_hash: bytes
     segment_number: int | None = None
     """1 for a log's first segment, 2 for the next, and so on; None: the header has no number."""

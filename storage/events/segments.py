@@ -117,7 +117,7 @@ class SegmentEventStore:
     ) -> SegmentEventStore:
         """Begin a log in `directory`, which is created if missing. `header` has JSON values.
 
-        No segment exceeds `segment_bytes`, unless it has a single frame that is larger. `maintenance` is started when
+        No segment exceeds `segment_bytes`, unless its only frame is too large. `maintenance` is started when
         the log begins and with each new segment.
 
         Raises:
@@ -160,7 +160,7 @@ class SegmentEventStore:
 
     @property
     def segment(self) -> Path:
-        """Path of the segment in use. It is the same object until the next segment begins."""
+        """Path of the segment in use. Each access returns the same object until the next segment begins."""
         return self._segment
 
     @property
@@ -253,7 +253,10 @@ class SegmentEventStore:
         return first_sequence
 
     def _prepare(self) -> None:
-        """Check that the log is open and no sync has failed. Undo failed writes. Most appends do not need this."""
+        """Check that the log is open and no sync has failed. Undo failed writes.
+
+        Without syncs, most appends do not need this.
+        """
         self._check_open()
         if self._rollback_pending:
             self._roll_back()
@@ -308,7 +311,7 @@ class SegmentEventStore:
     ) -> None:
         """Write the end record. Failures are ignored, because readers do not need the record.
 
-        If `num_unwritten` is None, the end record's number is kept, minus the events that were written since then.
+        If `num_unwritten` is None, the number in the end record is kept, minus the events written since that record.
         """
         _, next_sequence, _, head_hash = self._end
         recorded = self._record.recorded

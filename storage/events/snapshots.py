@@ -63,7 +63,7 @@ class Snapshot:
     reader: bytes
     """Encoded state of the reader after event `sequence`, with a fingerprint of its own."""
     totals: bytes = b""
-    """Encoded figures about all events up to `sequence`. Reading of later events does not need them. Empty: none."""
+    """Encoded figures about all events up to `sequence`. Reading of later events does not need the figures."""
     format_version: int = SNAPSHOT_FORMAT_VERSION
 
 

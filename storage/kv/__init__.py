@@ -1,4 +1,4 @@
-"""Storage of KV bytes: a host pool of slots, descriptions of the pages in KV tensors, and engines that copy pages.
+"""Storage of KV bytes: a host pool of slots, descriptions of the blocks in KV tensors, and engines that copy blocks.
 
 This package knows block ids, slots and tensors. It must not know requests, chunks, tokens or any vLLM class.
 """

@@ -2,7 +2,7 @@
 
 A block consists of contiguous runs of bytes. Runs at equal distances, for example all layers in one allocation, form
 one strided array. A block is then copied by one numpy assignment, which reads and writes each byte once. The blocks of
-a copy are divided among as many threads as torch would use.
+a large copy are divided among threads, at most as many as torch would use.
 
 numpy releases the interpreter lock during each assignment. Asynchronous copies can therefore run in an additional
 thread, in order. The caller does not wait for these copies, but they use cores and memory bandwidth.
@@ -70,8 +70,8 @@ class CpuCopy(Future[CopyResult]):
 class CpuCopyEngine:
     """A `CopyEngine` for tensors in CPU memory. The constructor raises `PoolMismatch` and `PoolClosed`.
 
-    Without `is_async`, a copy has ended when the call returns. With `is_async`, one thread makes all copies. Saves and
-    loads then finish in the order in which they were started.
+    Without `is_async`, a copy has ended when the call returns. With `is_async`, a thread runs one copy after another.
+    Saves and loads then finish in the order in which they were started.
 
     If the process ends without `close`, the started copies are finished first. If the pool is closed before the engine,
     copies that have not begun fail. A running copy continues, and the memory is released after it.
@@ -196,8 +196,7 @@ def _continues(runs: Sequence[BlockRun], run: BlockRun) -> bool:
 def _over(memory: _Bytes, count: int, stride: int, offsets: Sequence[int], num_bytes: int) -> _Bytes:
     """Return a view of `memory` with the shape `[count, len(offsets), num_bytes]`.
 
-    `stride` is the distance in bytes between entries of the first dimension. `offsets` must be equally
-    spaced.
+    `stride` is the distance in bytes between entries of the first dimension. `offsets` must be equally spaced.
     """
     step = offsets[1] - offsets[0] if len(offsets) > 1 else num_bytes
     return np.ndarray((count, len(offsets), num_bytes), np.uint8, memory, offsets[0], (stride, step, 1))

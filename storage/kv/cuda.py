@@ -45,7 +45,7 @@ _Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @attrs.frozen
 class PendingCudaCopy:
-    """A copy. CUDA events are enqueued directly before and after it. An empty copy has no CUDA events."""
+    """A copy that was started, with CUDA events directly before and after it. An empty copy has no CUDA events."""
 
     _given: Future[_Events | None]
     _device: torch.device
@@ -88,7 +88,7 @@ class CudaCopyEngine:
     A copy that cannot be enqueued fails at once. A later failure is an error of the device, after which CUDA refuses
     all further work.
 
-    The pool need not be pinned. Without pinning, to enqueue a copy means to wait for each transfer. Close the engine
+    The pool need not be pinned. If it is not pinned, enqueueing a copy waits for each transfer. Close the engine
     before you release the KV tensors, because torch's allocator does not know which tensors a running copy needs.
 
     Args:

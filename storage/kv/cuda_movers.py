@@ -80,7 +80,7 @@ class BatchedMover:
 
 @attrs.frozen
 class _Gathered:
-    """All runs with the same length and allocation: as rows of the allocation, and as rows of the staging buffer."""
+    """The runs of one length in one allocation: as rows of this allocation, and as rows of the staging buffer."""
 
     device: Rows
     staged: Rows
@@ -129,7 +129,8 @@ class StagedMover:
     def _rows(self, group: _Gathered, ids: torch.Tensor) -> torch.Tensor:
         """Return row numbers on the device, `[2, rows]`.
 
-        The first line has the rows of the blocks `ids`, the second the rows of as many slots in the staging buffer.
+        The first line has the row numbers of the blocks `ids`. The second line has the row numbers of the first
+        `len(ids)` slots in the staging buffer.
         """
         staged = torch.arange(len(ids), device="cpu")
         rows = torch.stack((group.device.of(ids).flatten(), group.staged.of(staged).flatten()))

@@ -1,4 +1,4 @@
-"""64-bit digests of slots and of blocks. The digest of a block covers its bytes in all layers.
+"""64-bit digests of slots and of blocks. The digest of a block covers its bytes in all layers of the layout.
 
 A block and the slot that it was copied to have equal digests. Digests of blocks are computed on the device, and only
 the digests leave the device. Reordered bytes change a digest. Digests detect accidental changes, but not attacks,

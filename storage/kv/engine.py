@@ -1,7 +1,7 @@
 """The interface of engines that copy whole blocks between KV tensors and host slots.
 
-In this module, a *page* is one block over all layers. A slot holds one such page. Until a copy is done, **the copy's
-source must not be written, and the copy's destination must not be used.**
+A slot holds one page, the KV of one block. Until a copy is done, **the copy's source must not be written, and the
+copy's destination must not be used.**
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CopyEngine", "CopyResult", "PendingCopy"]
 
 @attrs.frozen
 class CopyResult:
-    """Result of one copy: `num_pages` blocks over all layers, `num_bytes` bytes in total, were copied in `duration_ns`.
+    """Result of one copy: `num_pages` blocks, with `num_bytes` bytes in total, were copied in `duration_ns`.
 
     The duration does not include the wait for earlier copies, or for other work on the device.
     """
@@ -63,10 +63,10 @@ class CopyEngine(Protocol):
     """
 
     def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> PendingCopy:
-        """Start to copy blocks into host slots. The copy runs after all work that the device got before this call."""
+        """Start to copy blocks into host slots. The copy runs after all earlier work on the caller's current stream."""
 
     def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> PendingCopy:
-        """Start to copy host slots into blocks. The copy runs after all work that the device got before this call."""
+        """Start to copy host slots into blocks. The copy runs after all earlier work on the caller's current stream."""
 
     def close(self) -> None:
         """Wait for pending copies, then release the references to the tensors and the pool.

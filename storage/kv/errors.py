@@ -23,7 +23,7 @@ class StorageError(Exception):
 
 
 class LayoutUnsupported(StorageError):
-    """The pages of a KV tensor cannot be described, or a description would be a guess."""
+    """The place of the blocks in a KV tensor cannot be described, or a description would be a guess."""
 
 
 class PoolTooSmall(StorageError):
@@ -33,8 +33,8 @@ class PoolTooSmall(StorageError):
     def for_budget(cls, host_bytes: int, slot_bytes: int) -> PoolTooSmall:
         """Return the error for a `host_bytes` that is smaller than one slot."""
         return cls(
-            f"host_bytes={host_bytes} is too small for one slot: a slot is {slot_bytes} bytes (one block over all "
-            f"layers), so at least {max(slot_bytes, 1)} bytes are needed; raise host_bytes, or use smaller blocks"
+            f"host_bytes={host_bytes} is too small for one slot: a slot is {slot_bytes} bytes (one page, the KV "
+            f"of one block), so at least {max(slot_bytes, 1)} bytes are needed; raise host_bytes, or use smaller blocks"
         )
 
 

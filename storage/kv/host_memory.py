@@ -3,8 +3,8 @@
 The kernel kills a process that exceeds the memory limit, without an error. Check here before a large allocation.
 
 The available memory is the smallest of several figures: the machine's estimate (`MemAvailable` in /proc/meminfo), and
-the limit minus the usage of each control group of the process. Cached files count as available in all of them, because
-the kernel can drop cached files. A limit that cannot be read is ignored. Other limits (`ulimit -v`, strict overcommit)
+the limit minus the usage of each control group of the process. Each figure counts cached files as available, because
+the kernel can drop them. A limit that cannot be read is ignored. Other limits (`ulimit -v`, strict overcommit)
 need no check, because an allocation beyond them fails with an error. This module must not know what the memory is for.
 """
 

@@ -1,10 +1,9 @@
 """The place of a block's bytes in each layer's memory, computed from the strides of the KV tensors.
 
-In this module, a *page* is the memory of one block in one layer. A page consists of one or more contiguous runs of
-bytes (`PageSegment`). From block to block, each run is at a fixed distance (stride). Only bytes are described, so this
-covers every dtype and these memory layouts: K and V together or apart, NHD and HND, MLA, and all layers of a block side
-by side. Pages are copied completely. Some attention backends interleave the tokens of a block, so no part of a page
-belongs to particular tokens.
+A block has one or more contiguous runs of bytes in each layer (`PageSegment`). From block to block, each run is at a
+fixed distance (stride). Only bytes are described, so this covers every dtype and these memory layouts: K and V together
+or apart, NHD and HND, MLA, and all layers of a block side by side. Blocks are copied completely. Some attention
+backends interleave the tokens of a block, so no part of a block belongs to particular tokens.
 
 This module knows tensors and block ids. It must not know requests, chunks, tokens or any vLLM class.
 """
@@ -22,14 +21,14 @@ from kvledger.storage.kv.errors import LayoutUnsupported
 __all__ = ["MAX_SEGMENTS_PER_BLOCK", "BlockLayout", "LayerPages", "PageSegment", "describe_blocks", "describe_layer"]
 
 MAX_SEGMENTS_PER_BLOCK = 4096
-"""Maximum number of runs in one layer's page. More runs mean that the block dimension is not the right one."""
+"""Maximum number of runs of a block in one layer. More runs mean that the block dimension is not the right one."""
 
 
 @attrs.frozen
 class PageSegment:
-    """One contiguous run of bytes of a page.
+    """One contiguous run of bytes that each block has in a layer.
 
-    In the layer's storage, the run starts at byte `offset_bytes + block_id * block_stride_bytes`.
+    The run of block `block_id` starts at byte `offset_bytes + block_id * block_stride_bytes` of the layer's storage.
     """
 
     offset_bytes: int
@@ -39,10 +38,10 @@ class PageSegment:
 
 @attrs.frozen
 class LayerPages:
-    """The pages of one layer.
+    """Where the blocks are in one layer's memory.
 
     `storage` is a 1-D uint8 view of the whole untyped storage of the layer's tensor, and keeps that memory alive.
-    `segments` are in the order in which they are in a page.
+    `segments` are the runs of each block in this layer, in the order in which a slot stores them.
     """
 
     layer_name: str
@@ -58,7 +57,7 @@ class LayerPages:
 
 @attrs.frozen
 class BlockRun:
-    """One contiguous run of bytes of a block. `address` is its address in block 0. All numbers are in bytes."""
+    """One contiguous run of bytes of a block. `address` is the run's address in block 0. All numbers are in bytes."""
 
     storage: torch.Tensor = attrs.field(eq=False, repr=False)
     """The memory that contains the run, uint8 `[bytes]`."""
@@ -69,7 +68,7 @@ class BlockRun:
 
     @property
     def offset(self) -> int:
-        """Offset in `storage` of this run of block 0, in bytes."""
+        """Offset in `storage` at which the run of block 0 begins, in bytes."""
         return self.address - self.storage.data_ptr()
 
     def touches(self, other: BlockRun) -> bool:
@@ -83,13 +82,13 @@ class BlockRun:
 
 @attrs.frozen
 class BlockLayout:
-    """The pages of all layers. A block id addresses one page in each layer."""
+    """Where the blocks are in the memory of all layers. A block has a part in each layer."""
 
     layers: tuple[LayerPages, ...]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers: the size of a host slot."""
+        """Bytes of one block in all layers together. A host slot has this size."""
         return sum(layer.page_bytes for layer in self.layers)
 
     @property
@@ -103,7 +102,10 @@ class BlockLayout:
         return self.layers[0].storage.device
 
     def rows(self) -> list[torch.Tensor]:
-        """Return one view per segment, in the order of a slot. Each view is uint8 `[num_blocks, num_bytes]`."""
+        """Return one view per segment, in the order in which a slot stores the segments.
+
+        Each view is uint8 `[num_blocks, num_bytes]`.
+        """
         return [
             layer.storage.as_strided(
                 (self.num_blocks, segment.num_bytes), (segment.block_stride_bytes, 1), segment.offset_bytes
@@ -113,9 +115,9 @@ class BlockLayout:
         ]
 
     def runs(self) -> list[BlockRun]:
-        """Return the runs of a block, in the order of a slot. Neighbouring runs that touch in memory are merged.
+        """Return the runs of a block, in the order in which a slot stores them.
 
-        The runs keep the memory of the tensors alive.
+        Successive runs that touch in memory are merged. The runs keep the memory of the tensors alive.
         """
         runs: list[BlockRun] = []
         slot_offset = 0
@@ -139,7 +141,7 @@ class BlockLayout:
 
 @attrs.frozen
 class _Dimension:
-    """One dimension of a page. `axis` is its number in the tensor.
+    """One dimension of a KV tensor. `axis` is its number in the tensor.
 
     Dimensions with equal strides are sorted by `axis`, so that equal tensors get equal descriptions.
     """
@@ -152,7 +154,7 @@ class _Dimension:
 def describe_layer(
     layer_name: str, tensor: torch.Tensor, *, num_blocks: int, block_dim: int | None = None
 ) -> LayerPages:
-    """Describe the pages of one layer's KV tensor.
+    """Describe where the blocks are in one layer's KV tensor.
 
     Args:
         layer_name: Name under which the layer's tensor is registered, for messages.
@@ -160,12 +162,12 @@ def describe_layer(
             allocation.
         num_blocks: Number of blocks of the scheduler. A kernel may use smaller blocks.
         block_dim: Dimension of `tensor` that counts blocks. Its size is `num_blocks`. If the kernel's blocks are r
-            times smaller than the scheduler's, its size is `num_blocks * r`, and a page has r consecutive kernel
+            times smaller than the scheduler's, its size is `num_blocks * r`, and a block has r consecutive kernel
             blocks. None: the only dimension of size `num_blocks`. Pass the dimension if you know it.
 
     Raises:
         LayoutUnsupported: The tensor has no block dimension or several possible ones, its elements overlap, it is empty
-            or has no strided memory, or a page has more than `MAX_SEGMENTS_PER_BLOCK` runs.
+            or has no strided memory, or a block has more than `MAX_SEGMENTS_PER_BLOCK` runs.
     """
     _refuse_without_memory(layer_name, tensor, num_blocks)
     block_axis = _block_axis(layer_name, tensor, num_blocks, block_dim)
@@ -215,7 +217,7 @@ def describe_layer(
 def describe_blocks(
     kv_caches: Mapping[str, torch.Tensor], *, num_blocks: int, block_dims: Mapping[str, int] | None = None
 ) -> BlockLayout:
-    """Describe every layer of `kv_caches`. A slot has the layers in the order of `kv_caches`.
+    """Describe every layer of `kv_caches`. A slot stores the layers in the order of `kv_caches`.
 
     If several layers have exactly the same memory (KV sharing across layers), only the first of them is described.
     `block_dims` is layer name → the `block_dim` of `describe_layer`.

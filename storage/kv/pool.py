@@ -1,6 +1,7 @@
 """The host memory for KV blocks: one allocation, divided into slots of equal size.
 
-A slot holds one block over all layers. This module must not know which block a slot holds, or whether the slot is free.
+A slot holds one page, the KV of one block in one group. This module must not know which page a slot holds, or whether
+the slot is free.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def element_of(*multiples: int) -> torch.dtype:
 class Rows:
     """A view of memory as rows of equal length, made by `over`.
 
-    Row r of `table` begins `r * step` bytes after row 0. `step` is a number that `over` chooses. Rows may overlap.
+    Row r of `table` begins `r * step` bytes after row 0. `over` chooses `step`. If a row is longer than `step` bytes,
+    neighbouring rows overlap.
     """
 
     table: torch.Tensor
@@ -48,8 +49,8 @@ class Rows:
     ) -> Rows:
         """Make rows of `row_bytes` bytes that begin at byte `starts[i] + index * strides[i]` of `memory`.
 
-        `index` is from 0 to `count - 1`. `of` returns the numbers of these rows. The table has other rows between them.
-        Bytes outside these rows are never touched. `memory` is uint8 `[n]`.
+        `index` is from 0 to `count - 1`. `of` returns the numbers of these rows. `table` has more rows between
+        these. Use only row numbers from `of`, so that no other bytes are touched. `memory` is uint8 `[n]`.
         """
         low = min(starts)
         high = max(start + (count - 1) * stride for start, stride in zip(starts, strides, strict=True)) + row_bytes
@@ -65,5 +66,5 @@ class Rows:
         )
 
     def of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the row numbers for each index, `[len(indices), rows per index]`. There is one row for each start."""
+        """Return the row numbers for each index, `[len(indices), len(starts)]`. An index has one row for each start."""
         return indices[:, None] * self.rows_per_index + self.first_row

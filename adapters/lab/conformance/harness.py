@@ -1,4 +1,4 @@
-"""Runs an engine with the connector under test. It has the actions of scenarios, and checks the engine."""
+"""Runs an engine with the connector under test. `Harness` has the actions of scenarios, and checks the engine."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Harness:
                 with self.watched():
                     self.engine.update()
         if self.engine.is_stranded:
-            self.remarks.append("vLLM can schedule no waiting request (vllm#57841, #45388), so the run was cut short")
+            self.remarks.append("vLLM can schedule no waiting request (vllm#57841, #45388), so the run was ended early")
         elif not self.engine.scheduler.requests:
             detail = f"no request is left, but after {MAX_STEPS} steps the connector still needs another step"
             self.failures.append(Failure(Check.COMES_TO_REST, detail))
@@ -143,7 +143,10 @@ class Harness:
         self._reset_scheduler(running=True)
 
     def reset(self, *, running: bool = False) -> None:
-        """Reset vLLM's and the connector's cache. If both are reset and the engine is idle, change the weights."""
+        """Reset vLLM's and the connector's cache.
+
+        If both caches are reset and the engine is idle, change the model's weights, so that older KV is wrong.
+        """
         answers: list[bool | None] = []
         connector: Any = self.engine.scheduler.connector
         reset_cache = connector.reset_cache
@@ -164,7 +167,10 @@ class Harness:
                 model.weights += 1
 
     def lose(self) -> None:
-        """Arrange that the subject's `lose`, if there is one, is called as soon as vLLM claims offered tokens."""
+        """Arrange that the subject's function `lose` is called once, right after vLLM claims offered tokens.
+
+        Without such a function, nothing is lost.
+        """
         connector: Any = self.engine.scheduler.connector
         worker, update_state = self.engine.workers[0], connector.update_state_after_alloc
 
@@ -177,7 +183,7 @@ class Harness:
         connector.update_state_after_alloc = update_and_lose
 
     def end(self) -> None:
-        """Step until no request is left, and check that all blocks are free."""
+        """Step until no request is left. Check that all blocks are free, and check it again after some empty steps."""
         self.run()
         self._check_blocks(Check.RESTS, "although the engine has stopped stepping")
         self.step(_NUM_EMPTY_STEPS)
@@ -194,7 +200,10 @@ class Harness:
                 self.failures.append(Failure(Check.SHUTS_DOWN, f"shutdown raised {_located(error)}"))
 
     def _reset_scheduler(self, running: bool, **options: bool) -> bool:
-        """Reset vLLM's cache, and return whether vLLM did reset it. vLLM may raise an error while blocks are held."""
+        """Reset vLLM's cache, and return whether this succeeded.
+
+        With `running`, a RuntimeError of vLLM itself counts as a failed reset.
+        """
         with self.watched():
             try:
                 return self.engine.scheduler.reset_prefix_cache(running, **options)

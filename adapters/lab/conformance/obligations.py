@@ -35,7 +35,7 @@ class Check(enum.StrEnum):
     KV_RIGHT = "KV_RIGHT"
     """Every request reads the KV of its own tokens, and gets the output tokens that follow from its own tokens."""
     ENGINE_LIVES = "ENGINE_LIVES"
-    """The connector causes no error in vLLM's scheduler, which asserts much of the contract."""
+    """The connector causes no error in vLLM's scheduler. Assertions in the scheduler check much of the contract."""
     ENDS = "ENDS"
     """Every request ends."""
     COMES_TO_REST = "COMES_TO_REST"
@@ -43,22 +43,22 @@ class Check(enum.StrEnum):
     BLOCKS_RETURNED = "BLOCKS_RETURNED"
     """After the last request and some empty steps, every block except the null block is free."""
     RESTS = "RESTS"
-    """When the engine stops stepping, no block is held any more. Without another step, the copy that holds a block
-    could not be reported."""
+    """When the engine stops stepping, every block except the null block is free. If a copy held a block, the end of the
+    copy could be reported only in another step."""
     SHUTS_DOWN = "SHUTS_DOWN"
-    """Both sides of an idle engine shut down without an error."""
+    """The connector's scheduler side and worker side shut down without an error."""
     LOOKUP_REPEATED = "LOOKUP_REPEATED"
     """Two lookups in a row get the same answer, unless the first answer is None."""
     OUTPUT_UNCHANGED = "OUTPUT_UNCHANGED"
     """`build_connector_meta` changes no field of the scheduler's output except `new_block_ids_to_zero`."""
     HIT_SOURCES = "HIT_SOURCES"
-    """The sources of a hit add up to its number of tokens."""
+    """The token counts of a hit's sources add up to the number of tokens in the hit."""
     RESET_HONOURED = "RESET_HONOURED"
     """After a reset that the connector reports as done, nothing that was stored before the reset is loaded."""
 
 
 class Precondition(enum.StrEnum):
-    """A condition for judging an obligation. The value is the reason to give if the condition is not met."""
+    """A condition for judging an obligation. If it is not met, a report gives the value as the reason."""
 
     ALWAYS = ""
     LOOKUP = "no request was looked up"
@@ -75,7 +75,7 @@ class Precondition(enum.StrEnum):
 
 @attrs.frozen
 class Obligation:
-    """One thing that vLLM relies on."""
+    """One demand of vLLM's contract on a connector."""
 
     name: str
     side: str
@@ -91,11 +91,11 @@ class Obligation:
     scenarios: tuple[str, ...] = ()
     """The scenarios whose runs are judged; empty: every run is judged."""
     incidents: tuple[str, ...] = ()
-    """Public issues in which a connector broke the obligation, as repository (without owner) and number."""
+    """Public issues about connectors that broke the obligation, in the form "vllm#49285"."""
     limit: str = ""
     """Breaches that the checks do not detect."""
     may_share_its_cause: bool = False
-    """Whether wrong KV may also have a cause other than a breach of this obligation. If so, wrong KV is no proof."""
+    """Whether wrong KV can have another cause, too. If so, `KV_RIGHT` alone does not prove a breach."""
 
 
 _SCHEDULER, _WORKER, _BOTH = "scheduler", "worker", "both"
@@ -116,10 +116,10 @@ _ALL: Final = (
         "answer-in-range",
         _SCHEDULER,
         "get_num_new_matched_tokens",
-        "The answer to a lookup has the number of tokens that can be loaded after the computed tokens. The number is "
-        "not negative. Added to the computed tokens, it is at most the number of known tokens. If the load is "
-        "synchronous, the last known token is not loaded. The answer's second element \"must be 'False' if the first "
-        'element is 0".',
+        "The first element of the answer to a lookup is the number of tokens that can be loaded, beginning with the "
+        "first token that is not computed. The number is not negative. The sum of this number and the computed tokens "
+        "is at most the number of known tokens. If the load is synchronous, the last known token is not loaded. The "
+        "answer's second element \"must be 'False' if the first element is 0\".",
         ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         ("LAST_TOKEN", "TOKEN_CONSERVATION"),
@@ -131,7 +131,8 @@ _ALL: Final = (
         _BOTH,
         "get_num_new_matched_tokens, start_load_kv",
         'The answer to a lookup counts only tokens "for which KV cache is actually available at the time of the call". '
-        "These tokens are still available when the load begins, and the load brings the KV of exactly these tokens.",
+        "These tokens are still available when the load begins, and the load fills the request's blocks with the KV of "
+        "exactly these tokens.",
         ("base.py, get_num_new_matched_tokens", "base.py, start_load_kv"),
         Seen.CONTENT,
         (Check.KV_RIGHT,),
@@ -143,14 +144,14 @@ _ALL: Final = (
         _SCHEDULER,
         "get_num_new_matched_tokens",
         'The lookup hook "might be called multiple times for a given request and should be side-effect free". vLLM '
-        "repeats a lookup in every step that has too few blocks for the request, and no hook undoes the earlier "
-        "lookup.",
+        "repeats a lookup in every step in which too few blocks are free for the request. vLLM calls no hook to cancel "
+        "the earlier lookup.",
         ("base.py, module docstring", "scheduler.py, schedule"),
         Seen.CONTENT,
         (Check.LOOKUP_REPEATED, "ALLOC_MATCHES_LOOKUP"),
         Precondition.ANSWER,
         incidents=("LMCache#4508", "LMCache#2158", "LMCache#4512", "vllm#44100"),
-        limit="a chunk that the second lookup protects from eviction and never releases is not detected",
+        limit="if the second lookup protects a chunk from eviction forever, this is not detected",
     ),
     Obligation(
         "deferral-ends",
@@ -163,7 +164,8 @@ _ALL: Final = (
         (Check.ENDS,),
         Precondition.LOOKUP,
         incidents=("vllm#49829", "vllm#48090"),
-        limit="too many deferrals in a log are not detected, because no rule limits their number; `why` shows them",
+        limit="too many deferrals in a log are not detected, because no rule limits their number; `kvledger why` shows "
+        "deferrals",
     ),
     Obligation(
         "allocation-decides",
@@ -176,7 +178,7 @@ _ALL: Final = (
         ("COMPLETION_ONCE", "EXTERNAL_ZERO_NO_LOAD"),
         Precondition.ASYNC_LOAD,
         incidents=("LMCache#4355", "LMCache#4762", "vllm#55209", "vllm#51805"),
-        limit="a synchronous load that vLLM did not ask for is not detected if kvledger has no decoder",
+        limit="a synchronous load that vLLM did not ask for is not detected if kvledger cannot decode the metadata",
     ),
     Obligation(
         "allocation-comes-twice",
@@ -206,7 +208,7 @@ _ALL: Final = (
         _SCHEDULER,
         "build_connector_meta",
         "vLLM calls `build_connector_meta` once in each step, even if the step schedules nothing. The connector "
-        "must accept this call, and can give work to the workers in such a step, too.",
+        "must accept the call in such an empty step, and can give work to the workers in it.",
         ("scheduler.py, schedule",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
@@ -218,8 +220,8 @@ _ALL: Final = (
         _SCHEDULER,
         "build_connector_meta",
         "A copy uses the blocks that the request's block table has for the copied tokens. vLLM replaces the table, "
-        "instead of extending it, when a request is resumed, is promoted after its load, or gets the next turn of its "
-        "session.",
+        "instead of extending it, when vLLM resumes the request after a preemption, admits the request after an "
+        "asynchronous load, or begins the next turn of its session.",
         ("scheduler.py, schedule", "scheduler.py, _make_cached_request_data"),
         Seen.DECODER,
         ("TABLE_EQ",),
@@ -230,7 +232,7 @@ _ALL: Final = (
         "saves-own-their-source",
         _SCHEDULER,
         "build_connector_meta",
-        "A save reads only blocks that its request holds, or has lost in the step of the save.",
+        "A save reads only blocks that its request holds, or that the request lost in the step of the save.",
         ("scheduler.py, _preempt_request",),
         Seen.DECODER,
         ("SRC_BLOCK_OWNED",),
@@ -266,9 +268,9 @@ _ALL: Final = (
         "loads-bring-what-was-claimed",
         _BOTH,
         "build_connector_meta, get_block_ids_with_load_errors",
-        "The connector loads each block that vLLM claimed from an answer. If the connector cannot load a block, it "
-        "reports this block or an earlier block of the request as failed. vLLM does not compute blocks that are "
-        "reported as loaded.",
+        "The connector fills each block that vLLM allocated for the offered tokens. If the connector cannot fill a "
+        "block, it reports this block or an earlier block of the request as failed. vLLM does not compute the tokens "
+        "before the first block that is reported as failed.",
         ("base.py, get_block_ids_with_load_errors", "scheduler.py, _update_requests_with_invalid_blocks"),
         Seen.DECODER,
         ("LOAD_COMPLETE",),
@@ -303,9 +305,9 @@ _ALL: Final = (
         "preemption-loses-the-blocks",
         _BOTH,
         "build_connector_meta, handle_preemptions",
-        "A preempted request has lost its blocks before any hook reports the preemption. `preempted_req_ids` names the "
-        "request in the same step, and this step may give the blocks to other requests. In `handle_preemptions`, "
-        'workers finish the copies that read these blocks, "before they are overwritten".',
+        "A preempted request has lost its blocks before any hook reports the preemption. In the step of the "
+        "preemption, `preempted_req_ids` names the request, and other requests may get the blocks. In "
+        '`handle_preemptions`, workers finish the copies that read these blocks, "before they are overwritten".',
         ("base.py, handle_preemptions", "scheduler.py, _preempt_request"),
         Seen.CONTENT,
         (Check.KV_RIGHT, "RECORDED"),
@@ -330,7 +332,7 @@ _ALL: Final = (
         _BOTH,
         "get_transfer_results, update_connector_output",
         "Each asynchronous load ends with one `finished_recving` from every rank, even if the request was aborted "
-        "during the load. vLLM fails an assertion if it does not know a reported request.",
+        "during the load. An assertion in vLLM fails if a report names a request that vLLM does not know.",
         ("base.py, get_finished", "scheduler.py, _update_from_kv_xfer_finished"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE",),
@@ -354,7 +356,8 @@ _ALL: Final = (
         _BOTH,
         "request_finished, get_transfer_results",
         'If `request_finished` returns True, the connector "assumes responsibility": vLLM keeps the request\'s blocks '
-        "until `finished_sending` names the request. `finished_sending` names each such request once, and no others.",
+        "until `finished_sending` names the request. `finished_sending` names each such request once, and no other "
+        "request.",
         ("base.py, request_finished", "scheduler.py, _free_request"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE", "LIVENESS"),
@@ -400,9 +403,9 @@ _ALL: Final = (
         "session-table-is-replaced",
         _SCHEDULER,
         "update_state_after_alloc, build_connector_meta",
-        "The next turn of a session comes without `on_new_request` and without a lookup. vLLM allocates blocks and "
-        "passes the whole block table in `NewRequestData`, with tokens already computed. In the connector, this table "
-        "must replace the table of the previous turn.",
+        "The next turn of a session comes without `on_new_request` and without a lookup. vLLM allocates blocks. In "
+        "`NewRequestData`, it passes the whole block table and the number of tokens that are already computed. In the "
+        "connector, this table must replace the table of the previous turn.",
         ("scheduler.py, _update_request_as_session", "scheduler.py, _handle_stopped_request"),
         Seen.DECODER,
         ("TABLE_EQ", "SRC_BLOCK_OWNED", Check.KV_RIGHT, "RECORDED"),
@@ -426,8 +429,8 @@ _ALL: Final = (
         _SCHEDULER,
         "reset_cache",
         "After `reset_cache` has returned True, the connector serves nothing that was stored before the reset or was "
-        "in flight at the reset. If the hook returns False, vLLM returns False to its caller. The value None counts as "
-        "success.",
+        "in flight at the reset. If the hook returns False, vLLM's `reset_prefix_cache` returns False, too. The "
+        "value None counts as success.",
         ("base.py, reset_cache", "scheduler.py, reset_connector_cache"),
         Seen.CONTENT,
         (Check.RESET_HONOURED,),
@@ -531,7 +534,7 @@ _ALL: Final = (
         "device-order",
         _WORKER,
         "start_load_kv, save_kv_layer, finish_forward",
-        "Copies on a device run in the right order with the model's reads and writes.",
+        "Copies on a device run in the right order relative to the model's reads and writes of the same blocks.",
         ("base.py, finish_forward", "base.py, save_kv_layer"),
         Seen.NOT_AT_ALL,
         incidents=("vllm#45704", "vllm#47282", "vllm#50696"),

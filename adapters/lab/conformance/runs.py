@@ -36,7 +36,7 @@ _TWICE = ", each lookup asked twice"
 
 @attrs.frozen
 class Run:
-    """A scenario or a world, under the name that `--only` takes."""
+    """A scenario or a world to play. `--only` selects it by its name."""
 
     name: str
     scenario: str
@@ -218,6 +218,9 @@ def _kind(failure: Failure) -> tuple[str, str]:
 
 
 def unassigned(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Failure]]:
-    """Return failures of checks that belong to no obligation: bugs of vLLM or kvledger, or holes in the contract."""
+    """Return the failures whose check belongs to no obligation.
+
+    The cause is a bug of vLLM or kvledger, or an obligation is missing in the contract.
+    """
     named = {check for obligation in OBLIGATIONS.values() for check in obligation.checks}
     return [(outcome, each) for outcome in outcomes for each in outcome.failures if each.check not in named]

@@ -1,6 +1,7 @@
 """Short deterministic scenarios. Each leads the connector into a situation in which connectors have failed.
 
-All prompts differ. If a request loads the KV of another prompt, this is detected as wrong KV.
+Prompts that `tokens` returns for different numbers have a different token at every position. If a request loads the KV
+of a wrong prompt, the model therefore detects wrong KV.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _BLOCK = 16
 
 
 def tokens(number: int, count: int) -> list[int]:
-    """Return a prompt of `count` tokens. Prompts with different numbers have nothing in common."""
+    """Return a prompt of `count` tokens. Prompts with different numbers differ at every position."""
     return [(number * 131 + place * 7 + place * place % 11) % 512 for place in range(count)]
 
 
@@ -36,10 +37,10 @@ def plain(harness: Harness) -> None:
 
 
 def hit(harness: Harness) -> None:
-    """Requests that share a part of a stored prompt.
+    """Three requests that begin with tokens of a stored prompt.
 
-    The first request extends the prompt. The second has other tokens from token 40 on. The third has only the prompt's
-    first block.
+    The first request has the whole stored prompt, and more tokens. The second has the first 40 tokens of the stored
+    prompt, and other tokens. The third has only the first block.
     """
     prompt = _stored(harness)
     harness.add("longer", [*prompt, *tokens(2, 21)], 20)
@@ -85,7 +86,7 @@ def in_chunks(harness: Harness) -> None:
 
 
 def preempted(harness: Harness) -> None:
-    """The requests have more tokens than the blocks hold, so the last request is preempted and resumes.
+    """Four requests have more tokens than fit into the blocks, so the last request is preempted and resumes.
 
     Then another request extends the prompt of the preempted request.
     """
@@ -201,7 +202,7 @@ def reset_running(harness: Harness) -> None:
 
 
 def reset_twice(harness: Harness) -> None:
-    """Two resets in a row that preempt running requests, while saves are in flight and loads are not."""
+    """Two resets in a row that preempt the running requests. Saves may be in flight at the resets, but no load is."""
     harness.add("a", tokens(1, 90), 30)
     harness.add("b", tokens(3, 50), 30)
     harness.step(2)
@@ -232,7 +233,7 @@ def empty_steps(harness: Harness) -> None:
 
 
 def full_cache(harness: Harness) -> None:
-    """Fifteen prompts, then the first and the last of them again. The caches may have evicted parts of these two."""
+    """Fifteen prompts, then the first and the last prompt again. The caches may have evicted KV of these prompts."""
     for number in range(1, 16):
         harness.add(f"r{number}", tokens(number, 6 * _BLOCK), 4)
         harness.step(4)

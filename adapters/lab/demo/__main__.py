@@ -133,7 +133,7 @@ def failures_of(
     """Return the reasons why the run with the connector shows no recovery, or shows a mistake. Empty if all is well."""
     found = []
     if not logged.num_preemptions:
-        found.append("no request was preempted: the pool of KV blocks was large enough for all of them")
+        found.append("no request was preempted: the pool of KV blocks was large enough for all requests")
     elif not logged.num_tokens_recovered:
         found.append(f"no token was recovered after {logged.num_preemptions} preemptions; see `kvledger show`")
     if not outputs_equal:

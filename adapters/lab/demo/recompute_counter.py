@@ -26,7 +26,7 @@ class RecomputeCounter:
     _before_preemption: dict[str, int] = attrs.field(factory=dict)
 
     def watch(self, scheduler: Any) -> None:
-        """Count in every step that `scheduler` schedules from now on."""
+        """Count the tokens in every step that `scheduler` schedules from now on."""
         schedule = scheduler.schedule
 
         def watched(*args: Any, **kwargs: Any) -> Any:

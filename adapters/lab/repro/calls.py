@@ -1,8 +1,8 @@
 """Groups observations into the hook calls that recorded them.
 
 A call first records the changes that it notices (chunk keys, preemptions, rollbacks), then its main event. The table in
-`docs/hooks.md` leads from a hook to its events; this module leads from the events to the hook. This module depends
-on events only.
+`docs/hooks.md` lists the events of each hook. This module finds the hook that recorded given events, and depends on
+events only.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class HookCall:
 
 
 def is_withheld(event: e.Event) -> bool:
-    """Whether the event records that the connector did not carry out a decision. A rerun writes such events itself."""
+    """Whether the connector withheld a decision, or itself reported a job as failed.
+
+    A rerun writes such events itself.
+    """
     if isinstance(event, e.TransferReported):
         return bool(event.withheld)
     return isinstance(event, e.DecisionWithheld)
@@ -130,9 +133,9 @@ class _Grouping:
             self._at += 1
 
     def _delivered(self, sequence: int, event: e.EffectsDelivered) -> None:
-        """Add a delivery to the previous call, if the call has no delivery and its hook delivers to the same receiver.
+        """Add a delivery to the previous call, if this call has no delivery and its hook delivers to this receiver.
 
-        The receiver is vLLM or the workers.
+        The receiver is vLLM or the workers. A delivery to vLLM can also be a call of its own.
         """
         hook = "update_connector_output" if to_vllm(event) else "build_connector_meta"
         last = self.calls[-1] if self.calls else None
@@ -210,7 +213,7 @@ class _Grouping:
             self._leave_over(sequence, event)
 
     def _belongs_to_last_call(self, hook: str, event: e.HookFailed) -> bool:
-        """Whether the newest call in `calls` is the one that failed, after it had recorded its main event."""
+        """Whether the hook failed in the newest call of `calls`, after this call had recorded its main event."""
         if not self.calls or self._noticed or not self._at:
             return False
         last, before = self.calls[-1], self._entries[self._at - 1]
@@ -230,7 +233,7 @@ class _Grouping:
 
 
 def end_of_call(observations: Sequence[SequencedEvent], sequence: int) -> int:
-    """Return the sequence number of the last observation in the hook call that recorded this event."""
+    """Return the sequence number of the last observation in the hook call that recorded the event `sequence`."""
     calls, _ = hook_calls(observations)
     ends = [call.observed[-1][0] for call in calls if call.observed[0][0] <= sequence]
     return ends[-1] if ends else sequence

@@ -88,7 +88,7 @@ class Chosen:
 
         Args:
             recorded: the `--kv-transfer-config` of the recorded connector, from the log.
-            words: for messages, the option that names a connector, and the option that accepts the log's connector.
+            words: two options, as messages write them: one names a connector, the other accepts the log's connector.
 
         Raises:
             NotRerunnable: the user has not chosen a connector, or has chosen two.

@@ -258,7 +258,10 @@ class _Written:
 
     @property
     def ended(self) -> Ended | None:
-        """How the incident's test ended; without an incident, how the test of the answers ended. None if not run."""
+        """How the test of the incident ended. None if no test was run.
+
+        Without an incident, how the test of the answers ended.
+        """
         of_incident = [run for run in self.runs if run.name != ANSWERS_TEST or self.about.incident is None]
         ends = {run.ended for run in of_incident}
         return next((ended for ended in (Ended.FAILED, Ended.NOT_RUN, Ended.PASSED) if ended in ends), None)
@@ -330,7 +333,7 @@ def _has_other_handlers(log: StoredLog) -> bool:
 
 
 def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
-    """Find the incidents in the selected part."""
+    """Find the incidents in the selected part of the log."""
     with output.progress(log, "looking for the incident"):
         # later events are read too, to find damage
         events = (entry for entry in log.trusted_events() if not selection.is_over(entry[0]))
@@ -380,9 +383,9 @@ def _nothing(log: StoredLog, selection: Selection, findings: Findings) -> str:
 def _recorded(
     log: StoredLog, selection: Selection, incident: Trouble | None, output: Output
 ) -> tuple[Recording, list[SequencedEvent]]:
-    """Return the recording and the events up to the end of the hook call with the incident.
+    """Return the recording, and the events that it is made from. Both end with the hook call that has the incident.
 
-    Without an incident, return them up to the end of the selected part.
+    Without an incident, both end with the selected part of the log.
 
     Raises:
         NotRerunnable: there are too many events, or the call with the incident cannot be repeated.

@@ -65,7 +65,7 @@ class SchedulerHalf:
         self.now_ns = 0
         """The connector's time, in nanoseconds."""
         self.requests: dict[str, Request] = {}
-        """Request id → request. Set what the connector will read before you call a hook."""
+        """Request id → request. Before you call a hook, set in the request what the connector will read."""
         self._cache = CacheConfig(block_size=configuration.block_size)
         hash_function = get_hash_fn_by_name(self._cache.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -248,8 +248,8 @@ class WrappedUnderTest(SchedulerHalf):
     Args:
         configuration: sizes and choices of the engine, as in the header of the log.
         wrapped: facts about the recorder and its engine, from the log.
-        transfer: the connector's configuration. The connector is imported, so from a log the configuration may have
-            only the parts that `chosen.py` allows.
+        transfer: the connector's configuration. It decides which code is imported. Therefore a configuration from a log
+            may have only the parts that `chosen.py` allows.
         handlers: your own state handlers, as "module:Class", if the connector is kvledger's.
         speculates: whether the engine decodes speculatively.
 
@@ -339,7 +339,7 @@ class WrappedUnderTest(SchedulerHalf):
         Args:
             reported: the requests and blocks that the workers reported.
             completed: names, in this rerun, of the copies that the workers completed.
-            ends: which of these requests each connector's worker reported.
+            ends: which of these requests each worker reported, separately for each child of a `MultiConnector`.
         """
         by_all = dict.fromkeys(completed, self._num_ranks)
         output = vllm_objects.workers_output(reported, by_all, self.connector.wrapped)
@@ -350,8 +350,8 @@ class WrappedUnderTest(SchedulerHalf):
 def _kept_in_memory(transfer: Mapping[str, Any], handlers: Sequence[str]) -> dict[str, Any]:
     """Return the configuration with these handlers, and with kvledger's logs in memory unless the user sets `log_dir`.
 
-    Each class that the configuration names is looked up, and refused if it is not a connector. `MultiConnector` would
-    call any class.
+    Each class that the configuration names is looked up, and refused if it is not a connector. Without this check,
+    `MultiConnector` would call any class.
 
     Raises:
         ConfigurationError: a class is not a connector, or vLLM refuses its configuration.

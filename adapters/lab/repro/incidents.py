@@ -22,7 +22,7 @@ class Findings:
     incidents: list[Trouble] = attrs.field(factory=list)
     """For each rule, the first breach that concerns the chosen request, or any request if none was chosen."""
     others: Counter[str] = attrs.field(factory=Counter)
-    """Id of another request than the chosen one → number of its breaches. Empty id: breaches of no single request."""
+    """Id of a request that was not chosen → number of its breaches. For an empty id: breaches of no single request."""
     first_breaches: dict[str, int] = attrs.field(factory=dict)
     """Rule → sequence number of the event at which the rule was first broken, for any request."""
     is_known: bool = False
@@ -34,7 +34,7 @@ class Findings:
 def find_incidents(
     configuration: LedgerConfiguration, events: Iterable[SequencedEvent], request_id: str | None, core: Core
 ) -> Findings:
-    """Audit a log, and find the breaches that concern the request `request_id`. If it is None, find all breaches."""
+    """Audit a log. For each rule, find the first breach that concerns `request_id`, or any request if this is None."""
     watch = Watch(configuration, core)
     findings = Findings(is_known=request_id is None)
     holding: set[str] = set()

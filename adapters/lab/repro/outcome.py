@@ -1,4 +1,4 @@
-"""The result of a rerun: the audited events that the code under test wrote, with the recorded call of each event.
+"""The result of a rerun: the events that the code under test wrote, and each breach in them with its recorded call.
 
 This module depends on events and rules, and not on how the events were made.
 """
@@ -48,9 +48,9 @@ class Trouble:
 
 
 class Watch:
-    """An audit of a log. After an event that cannot be folded, it only collects breaches that the log itself records.
+    """An audit of a log. After an event that cannot be folded, it collects only breaches that the log itself records.
 
-    If buggy code wrote a log, the same code may be unable to fold the log, or may make other decisions.
+    If buggy code wrote a log, the same code may be unable to fold the log, or may make other decisions than recorded.
     """
 
     def __init__(self, configuration: LedgerConfiguration, core: Core) -> None:

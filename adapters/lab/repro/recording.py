@@ -1,7 +1,7 @@
-"""Reads from a log what a rerun needs: observations, and facts about decisions to which later observations refer.
+"""Reads from a log what a rerun needs: observations, and facts about the decisions to which observations refer.
 
-This module depends on events only, including the recorder's events. It leaves out the decisions, because the code under
-test makes its own.
+The decisions themselves are left out, because the code under test makes its own decisions. This module depends on
+events only, including the recorder's events.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NotRerunnable(ValueError):
 
 
 class Job(NamedTuple):
-    """Why a copy was issued."""
+    """Why a copy was issued, and for which request."""
 
     cause: int
     """Sequence number of the observation because of which the copy was issued."""
@@ -61,11 +61,14 @@ class Recording:
     """Facts about the recorded connector and its engine; None if kvledger's own connector wrote the log."""
     copies: Mapping[str, tuple[str, bool, int]] = attrs.field(factory=dict)
     """Name of a copy that the workers of a wrapped connector completed → (request id, whether the copy is a load,
-    number of earlier copies of that kind for the request). A copy's name changes if other requests are left out."""
+    number of earlier loads or earlier saves of the request). In a rerun, the copy may have another name."""
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine decoded speculatively: a step scheduled several tokens of a request, some yet unknown."""
+        """Whether the engine decoded speculatively.
+
+        Then a step scheduled several tokens of one request, and some of these tokens were not known yet.
+        """
         return any(
             scheduled > 1 and computed + scheduled > known
             for _, event in self.observations

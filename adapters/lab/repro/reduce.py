@@ -1,8 +1,8 @@
 """Reduces a recording: leaves out the requests, and then the hook calls, that an incident does not need.
 
 This is delta debugging. Each trial leaves something out and runs the rest again. The rest must fail with the same
-message, break no other rule than the whole recording does, get the recorded answers, and be possible for vLLM's
-scheduler.
+message, break no other rule than the whole recording does, give its lookups no other answers than the whole recording
+does, and be possible for vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -122,9 +122,10 @@ def minimal(items: Sequence[_Item], holds: Callable[[Sequence[_Item]], bool]) ->
 
 
 def _wrong(outcome: Rerun, rule: str, request_id: str) -> set[tuple[str, str]]:
-    """Return (rule, detail) of each breach of the rule. Except for failed hooks, numbers are removed from the detail.
+    """Return (rule, detail) of each breach of the rule that can concern the request. An empty id means any request.
 
-    The numbers of copies and blocks may change when something is left out.
+    Numbers are removed from the detail, except for failed hooks. The numbers of copies and blocks may change when
+    something is left out.
     """
     return {
         (trouble.rule, _NUMBER.sub("", trouble.detail) if rule != HOOK_FAILED else trouble.detail)
@@ -140,8 +141,8 @@ def _arrivals(recording: Recording) -> Iterable[e.RequestArrived]:
 def restrict(recording: Recording, kept: Collection[int]) -> Recording:
     """Return the recording with some requests only. `kept` has the ordinals of these requests.
 
-    Steps after the first arrival stay even if none of these requests is in them, because kvledger counts in steps how
-    long it has heard nothing of a copy.
+    All steps after the first arrival stay, even steps without these requests. The reason is that kvledger counts the
+    steps in which it hears nothing of a copy.
     """
     observations: list[SequencedEvent] = []
     ordinals: dict[str, int] = {}

@@ -48,7 +48,7 @@ class LiveRequests:
         return self._requests[incarnation.request_id]
 
     def prompt(self, incarnation: Incarnation) -> list[int]:
-        """Return the prompt of a request that arrives. Its tokens are drawn from chunk keys in later events."""
+        """Return the prompt of a request that arrives. The tokens are drawn from chunk keys in later events."""
         keys = self._keys_of_turn(incarnation)
         if self._ahead:
             incarnation.keys = keys

@@ -32,12 +32,12 @@ class Incarnation:
     last_step: int = -1
     num_tokens_of_last_step: int = 0
     num_local_tokens: int = 0
-    """Tokens that vLLM's own prefix cache had for the request at its last lookup."""
+    """Tokens that vLLM's own prefix cache had for the request at the request's latest lookup."""
     num_tokens_at_start: int = 0
-    """Tokens from vLLM's own cache and from the connector.
+    """Tokens that the request got from vLLM's own cache and from the connector when it got its blocks.
 
-    If the request got blocks since its latest step, its next step begins at this position. If its whole prompt was
-    loaded, the step begins one token before this position.
+    If the request got the blocks after its latest step, its next step begins with the token after these tokens. If they
+    are the whole prompt, the step begins with the last of them.
     """
     num_missing_tokens: int = 0
     """Tokens that the recorded engine loaded and the rerun does not, because the lookup in the rerun found fewer."""
@@ -214,10 +214,10 @@ class SchedulerModel:
         return incarnation.num_tokens_of_last_step
 
     def num_known_tokens(self, incarnation: Incarnation) -> int:
-        """Return the number of tokens of prompt and output.
+        """Return an estimate of the number of known tokens.
 
-        If no event states more tokens, this is the number of computed tokens. Without asynchronous scheduling, a
-        request that was scheduled has one token more.
+        It is the number in the latest event, or the number of computed tokens if this number is larger. Without
+        asynchronous scheduling, a request that was scheduled has one known token more than computed tokens.
         """
         return max(
             incarnation.num_tokens,
@@ -276,7 +276,7 @@ def could_be_scheduled(observations: Sequence[tuple[int, e.Event]], chunk_size: 
 
 
 def _is_possible(record: SchedulerModel, looked_up: set[int], event: e.RequestEvent) -> bool:
-    """Whether the event can happen to its request now. Keeps in `looked_up` which requests may get blocks."""
+    """Whether the event can happen to its request now. Updates `looked_up`, the requests that may get blocks."""
     incarnation = record.get(event.request_id)
     if incarnation is None:
         return isinstance(event, e.RequestArrived)
@@ -297,7 +297,7 @@ def _is_possible(record: SchedulerModel, looked_up: set[int], event: e.RequestEv
 def _goes_on(record: SchedulerModel, ordinal: int, num_computed_tokens: int) -> bool:
     """Whether a step can compute the request's tokens from position `num_computed_tokens` on.
 
-    If a whole prompt was loaded, a step computes its last token again.
+    If a whole prompt was loaded, a step computes the prompt's last token again.
     """
     incarnation = record.by_ordinal(ordinal)
     if incarnation is None or not incarnation.block_ids:

@@ -51,9 +51,9 @@ class Step:
     ended_request_ids: frozenset[str] = frozenset()
     """Ids of the requests that have ended since the previous step."""
     admitted_request_ids: tuple[str, ...] = ()
-    """Ids of the requests that have got blocks since the previous step, in the order in which they got them.
+    """Ids of the requests that have got blocks since the previous step, in the order in which they got the blocks.
 
-    vLLM lists their tokens after the tokens of running requests.
+    vLLM lists the tokens of these requests after the tokens of running requests.
     """
 
 
@@ -73,7 +73,7 @@ def kv_cache_blocks(block_ids: Sequence[int], num_groups: int) -> KVCacheBlocks:
 
 
 def job_reports(report: e.TransferReported) -> list[JobReport]:
-    """Return each rank's part of a report."""
+    """Return one `JobReport` for each rank that the event names."""
     ranks = sorted((*report.ranks_done, *report.ranks_failed))
     return [
         JobReport(
@@ -131,8 +131,8 @@ def workers_output(reported: WorkersReported, completed: Mapping[str, int], conn
 def _worker_metadata(completed: Mapping[str, int], children: Sequence[object]) -> KVConnectorWorkerMetadata | None:
     """Return the workers' metadata about completed copies. `completed` has the names that the recorder uses.
 
-    None if `completed` is empty. Some connectors learn only from `finished_sending` and `finished_recving` that a copy
-    has ended.
+    Return None if `completed` is empty. Some connectors get no such metadata: they learn only from `finished_sending`
+    and `finished_recving` that a copy has ended.
     """
     if not completed:
         return None

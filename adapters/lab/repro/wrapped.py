@@ -87,7 +87,7 @@ class WrappedRun(HookRun):
         self._wrapped.workers_report(self._of_arrived(reported), self._completed(call), ends)
 
     def _of_arrived(self, reported: _Ends) -> _Ends:
-        """Return the report without the requests that are left out of the recording."""
+        """Return the report without the requests whose arrival is not in the recording."""
         kept = [tuple(each for each in ids if each in self._arrived) for ids in _ends(reported)]
         return msgspec.structs.replace(reported, **dict(zip(_FIELDS_OF_ENDS, kept, strict=True)))
 

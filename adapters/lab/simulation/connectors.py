@@ -33,7 +33,7 @@ KVLEDGER_TRANSFER: Final[Mapping[str, Any]] = MappingProxyType(
 
 @attrs.frozen
 class ConnectorSetup:
-    """The setup of kvledger. kvledger's worker runs on a CPU without changes."""
+    """Setup of a connector. This base class sets up kvledger, whose worker runs on a CPU without changes."""
 
     name: str = "KVLedgerConnector"
 
@@ -91,7 +91,7 @@ class _Copy:
 
 @attrs.frozen
 class Offloading(ConnectorSetup):
-    """vLLM's OffloadingConnector, with as much host memory as kvledger. It saves outputs as well as prompts."""
+    """vLLM's OffloadingConnector, with host memory for as many blocks as kvledger. It saves outputs, too."""
 
     name: str = "OffloadingConnector"
     num_questions: int = 0

@@ -63,9 +63,9 @@ from kvledger.adapters.vllm import KVLedgerConnector
 
 
 def kv_cache_config(num_blocks: int, block_size: int, windows: Sequence[int] = (0,)) -> KVCacheConfig:
-    """Return a configuration for `HashedModel` with one group per window (0: full attention).
+    """Return a configuration for `HashedModel` with one group for each window, in tokens (0: full attention).
 
-    All groups use the same bytes for their layers.
+    In `HashedModel`, the layers of all groups use the same bytes.
     """
     sizes: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.int64}
     tensors, groups = [], []
@@ -109,7 +109,7 @@ def vllm_config(
     long_prefill_token_threshold: int = 0,
     kv_events: bool = False,
 ) -> VllmConfig:
-    """Return the configuration of a vLLM that schedules for a tiny model on CPU."""
+    """Return the configuration of a vLLM engine that schedules for a tiny model on a CPU."""
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching)
     cache.num_gpu_blocks = num_blocks
     return VllmConfig(
@@ -243,7 +243,7 @@ class SimulatedEngine:
 
     @property
     def connector(self) -> KVLedgerConnector:
-        """The scheduler-side connector. Inside a `MultiConnector`, the child that is kvledger's connector."""
+        """Scheduler side of the connector. Of a `MultiConnector`, this is the child that is kvledger's connector."""
         return cast("KVLedgerConnector", our_child(self.scheduler.connector))
 
     def _make_worker(self, rank: int, cache_config: KVCacheConfig, setup: ConnectorSetup) -> KVConnectorBase_V1:
@@ -257,7 +257,7 @@ class SimulatedEngine:
         return worker
 
     def _shake_hands(self, connector: KVConnectorBase_V1) -> None:
-        """Pass on the workers' handshake metadata, as vLLM does at start (`v1/engine/core.py`, EngineCore)."""
+        """Pass the workers' handshake metadata to the scheduler side, as `EngineCore` does (`v1/engine/core.py`)."""
         found = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         metadata = {ranks: each for ranks, each in found.items() if each is not None}
         if metadata:
@@ -307,7 +307,7 @@ class SimulatedEngine:
     def step(self) -> SchedulerOutput:
         """Schedule and execute a step.
 
-        Then process the oldest output, if as many steps as possible are in flight or the step computes nothing.
+        If as many steps as possible are now in flight, or the step computes nothing, process the oldest output.
         """
         scheduler_output = self.scheduler.schedule()
         self.num_preemptions += len(scheduler_output.preempted_req_ids or ())
@@ -348,11 +348,11 @@ class SimulatedEngine:
 
     @property
     def excused_blocks(self) -> Collection[int]:
-        """Blocks of the first rank whose KV is wrong after a failed load of which the scheduler cannot know yet."""
+        """Blocks of the first rank with wrong KV from a failed load. The scheduler cannot know of this failure yet."""
         return self._excused(self._unfilled_in[0])
 
     def unfilled_in(self, block_id: int) -> int:
-        """Return the latest step in which a failed load left this block of the first rank with wrong KV; -1 if none."""
+        """Return the latest step in which a failed load left wrong KV in a block of the first rank; -1: in no step."""
         return self._unfilled_in[0].get(block_id, -1)
 
     def _excused(self, unfilled_in: dict[int, int]) -> dict[int, int]:
@@ -365,7 +365,7 @@ class SimulatedEngine:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step is in flight, so that its output has not been processed yet."""
+        """Whether a step is in flight."""
         return bool(self._in_flight)
 
     @property
@@ -373,7 +373,7 @@ class SimulatedEngine:
         """Whether nothing can ever be scheduled again, because of vLLM's queue or reservations.
 
         vLLM has a queue for waiting requests that hold blocks (`kv_holding_waiting`). The first request in
-        this queue has lost its blocks while it waited, and cannot get as many again. There are two possible causes:
+        this queue has lost its blocks while it waited, and cannot get as many blocks again. The cause is one of these:
         - The loads of later requests in the queue are done, but vLLM does not consider these requests. `schedule` stops
           at the first request that does not fit (vllm#57841, #45388: `v1/core/sched/scheduler.py`).
         - The load of the first request failed, and another connector of a `MultiConnector` offers another load. The
@@ -396,7 +396,9 @@ class SimulatedEngine:
                 self.step()
             else:
                 self.update()
-        message = f"still busy after {max_steps} steps: {self.scheduler.get_request_counts()} running and waiting"
+        message = (
+            f"still busy after {max_steps} steps; requests (running, waiting): {self.scheduler.get_request_counts()}"
+        )
         raise AssertionError(message)
 
     def shutdown(self) -> None:

@@ -43,7 +43,7 @@ class Expected:
             self.kv.append(chained_hash(previous, self.tokens[position]))
 
     def hashes(self, first: int, last: int) -> list[int]:
-        """Return the KV of the positions from `first` to before `last`."""
+        """Return the KV of the positions `first` to `last - 1`."""
         self.compute_to(last)
         return self.kv[first:last]
 

@@ -193,7 +193,10 @@ class HashedModel:
         ]
 
     def _compute(self, request_id: str, sequence: _Sequence, first: int, last: int, *, error: int = 0) -> list[int]:
-        """Write the KV of positions `first` to before `last`, and sample. Adds `error` to the KV and the token."""
+        """Write the KV of positions `first` to `last - 1`. Return the sampled token, if all known tokens are computed.
+
+        `error` is added to the KV and to the sampled token.
+        """
         num_known = len(sequence.tokens)
         sequence.compute_to(last)
         if not error:
@@ -209,7 +212,7 @@ class HashedModel:
     def _compute_on(
         self, trouble: CorruptKV, sequence: _Sequence, first: int, last: int, excused: dict[int, int]
     ) -> list[int]:
-        """Compute on top of wrong KV, if the scheduler cannot know of it yet. Otherwise raise `trouble`."""
+        """Compute on top of wrong KV, if the scheduler cannot know yet that it is wrong. Otherwise raise `trouble`."""
         if not trouble.block_ids or not trouble.block_ids <= excused.keys():
             raise trouble
         step = min(excused[block_id] for block_id in trouble.block_ids)

@@ -49,8 +49,8 @@ class ChunkComplete(RuleOfCopies):
     whole blocks, or if the prompt is not completely computed yet, this is checked for all tokens of each block.
     Otherwise it is checked for the first token of each block. For a request that was preempted or has ended, even in
     the middle of its prompt, the tokens that were computed until then count.
-    Does not verify: copies of a connector without a decoder; saves of an ended request, if its id is in use again or
-    the requests that have ended since had more than a million blocks together; how many tokens of the last block of a
+    Does not verify: copies of a connector without a decoder; saves of an ended request, if its id is in use again, or
+    if requests that ended later had more than a million blocks together; how many tokens of the last block of a
     computed prompt are copied, if a copy may take a part of a block (NIXL).
     """
 
@@ -61,7 +61,7 @@ class ChunkComplete(RuleOfCopies):
         super().__init__(model)
         self._num_groups = len(model.configuration.windows)
         self._given: dict[int, int] = {}
-        """Ordinal → tokens that the life's last lookup found cached, or that were loaded since."""
+        """Ordinal → number of the life's first tokens that its last lookup found cached or that were loaded since."""
         self._loads: dict[int, _Load] = {}
         """Job id → load."""
         self._failed_blocks: frozenset[int] = frozenset()
@@ -196,7 +196,7 @@ class ChunkComplete(RuleOfCopies):
 
 
 def num_filled(block_ids: Sequence[int], failed_blocks: frozenset[int]) -> int:
-    """Return how many blocks of a load are before its first failed block; 0: it is not known which block failed."""
+    """Return how many blocks of a load are before its first failed block; 0 also if that block is not known."""
     return next((number for number, block_id in enumerate(block_ids) if block_id in failed_blocks), 0)
 
 

@@ -47,10 +47,10 @@ class TableEq(RuleOfTables):
     """TABLE_EQ: a copy's blocks are in the request's block table, in the order of the copy.
 
     Verifies: the copy's first block is at the position in the table that the copy names. Each other block of the copy
-    is in the table after the block before it. A copy may leave out blocks in between that are stored already
+    is later in the table than the copy's previous block. A copy may leave out blocks in between that are stored already
     (OffloadingConnector does so, 0.32).
-    Does not verify: copies of a connector without a decoder; blocks before a window; that the blocks that are left out
-    are stored.
+    Does not verify: copies of a connector without a decoder; blocks whose tokens have left a window; that the blocks
+    that are left out are stored.
     """
 
     rule = "TABLE_EQ"

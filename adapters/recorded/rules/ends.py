@@ -21,7 +21,7 @@ class RuleOfEnds(Checker):
         self.waiting: dict[str, tuple[int, int]] = {}
         """Request id → sequence number and time of the event that issued an asynchronous load."""
         self.kept: dict[str, tuple[int, int]] = {}
-        """Request id → sequence number and time of the answer that keeps its blocks."""
+        """Request id → sequence number and time of the answer that keeps the request's blocks."""
 
     @on(e.LoadIssued)
     def _issued(self, event: e.LoadIssued) -> None:
@@ -61,7 +61,7 @@ class CompletionOnce(RuleOfEnds):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._ended: dict[tuple[str, bool], int] = {}
-        """(request id, whether it was kept) → sequence number of the report to vLLM, until the id arrives again."""
+        """(request id, whether of kept blocks) → sequence number of the report to vLLM, until the id arrives again."""
         self._is_alone = True
         self._is_from_beginning = True
         self._chosen: dict[str, payloads.LoadChosen] = {}
@@ -69,11 +69,11 @@ class CompletionOnce(RuleOfEnds):
         self._named: set[tuple[str, bool, int]] = set()
         """(request id, whether of kept blocks, child) of violations. Each violation is reported once in a life."""
         self._kept_by: dict[str, frozenset[int]] = {}
-        """Request id → children of a recorded `MultiConnector` that keep its blocks, if recorded."""
+        """Request id → children of a recorded `MultiConnector` that keep its blocks, if the log names them."""
         self._reported_by_workers: dict[str, set[tuple[int, int]]] = {}
-        """Request id → (child, rank) of workers that reported its kept blocks, until vLLM gets the end."""
+        """Request id → (child, rank) of workers that reported the release of its blocks, until vLLM gets the end."""
         self._reporters: dict[tuple[str, bool], dict[str, None]] = {}
-        """(request id, whether of kept blocks) → classes of the children that reported it in this output."""
+        """(request id, whether of kept blocks) → classes of the connectors that reported the end in this output."""
 
     def begin(self) -> None:
         """Begin in the middle of a log: accept ends that may have been pending before."""

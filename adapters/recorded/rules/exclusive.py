@@ -10,14 +10,14 @@ from kvledger.lifecycle.events import NULL_BLOCK
 class LoadDstExclusive(RuleOfCopies):
     """LOAD_DST_EXCLUSIVE: a load fills only blocks that vLLM allocated for it, and nothing else fills these blocks.
 
-    vLLM allocates blocks for the tokens that it claims, after the blocks of the computed tokens
+    In the request's table, the blocks for the claimed tokens follow the blocks of the computed tokens
     (`kv_connector/v1/base.py`, get_num_new_matched_tokens and update_state_after_alloc, 0.32). The blocks of computed
     tokens may be shared with running requests.
 
-    Verifies: each block of a load is in the request's block table, at the place of tokens that the load must bring. The
-    load names each block once. No other load in flight fills the block, and no other request gets the block before the
-    load has ended.
-    Does not verify: copies of a connector without a decoder; whether a step in flight writes into a block that its
+    Verifies: each block of a load is in the request's block table, at the place of tokens that must be loaded. The load
+    names each block once. No other load in flight fills the block, and no other request gets the block before the load
+    has ended.
+    Does not verify: copies of a connector without a decoder; whether a step in flight writes into a block that a
     request has lost, which depends on the order of the device's streams.
     """
 

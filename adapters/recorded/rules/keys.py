@@ -36,12 +36,12 @@ class _Saved(NamedTuple):
 
 
 class SavedUnderKey(RuleOfTables):
-    """SAVED_UNDER_KEY: a load brings only blocks that were saved under the request's own keys.
+    """SAVED_UNDER_KEY: a load copies only blocks that were saved under the request's own keys.
 
     A block's key covers all tokens up to the end of the block, and all else that its KV depends on: LoRA adapter, media
-    and cache salt. If a connector's keys leave out one of these, a request gets the KV of another request.
+    and cache salt. If a connector's keys leave out one of these, a request may get the KV of another request.
 
-    Verifies: for blocks whose key no save in the log had:
+    Verifies: for blocks whose keys no save in the log has used:
 
     - A connector whose store is empty when the engine starts (`SimpleCPUOffloadConnector`; `OffloadingConnector` with
       `CPUOffloadingSpec`) does not load these blocks.
@@ -64,13 +64,13 @@ class SavedUnderKey(RuleOfTables):
         """Ordinal → indexes of saved blocks whose keys are not known yet."""
         self._images: OrderedDict[_Image, _Saved] = OrderedDict()
         self._unsaved: dict[int, frozenset[int]] = {}
-        """Ordinal → blocks of the life's last load whose keys no save had had when vLLM claimed the load."""
+        """Ordinal → blocks of the life's last load whose keys no save had used before vLLM claimed the load."""
         self._ended: OrderedDict[int, tuple[str, Sequence[bytes]]] = OrderedDict()
         """Ordinal → request id and keys of an ended life."""
         self._last_ended: dict[str, int] = {}
         """Request id → ordinal of the id's last life, if this life is in `_ended`."""
         self._continued: set[int] = set()
-        """Ordinals of sessions with another turn, whose keys do not cover earlier saves."""
+        """Ordinals of sessions that had another turn. Their keys do not cover their earlier saves."""
         self._has_sessions = False
         """Whether a session had another turn, so that some keys of saved blocks are unknown."""
         self._options: Mapping[str, Any] = {}
@@ -199,7 +199,7 @@ class SavedUnderKey(RuleOfTables):
         unknown = {block for blocks in self._nameless.values() for block in blocks}
         left = sorted(block for block in unsaved if block not in unknown)
         if left and not self._has_sessions:
-            detail = f"load {copy.job} brings block {left[0]} of the request, but no save had the block's key"
+            detail = f"load {copy.job} copies block {left[0]} of the request, but no save had the block's key"
             del self._unsaved[life.ordinal]
             self.broken(detail)
 

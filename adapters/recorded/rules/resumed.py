@@ -23,7 +23,7 @@ class _Held:
 
     num_tokens: int
     saved_at: int
-    """Number of blocks, of all requests, that had been saved when the first of these tokens was saved."""
+    """Number of blocks of all requests that were saved before the least recently saved of these tokens."""
     sequence: int
     """Sequence number of the event that shows that the connector had the tokens."""
 
@@ -47,8 +47,8 @@ class ResumeCoversOutput(Checker):
     Verifies: the core's rule of the same name, RESUME_COVERS_OUTPUT. Also verifies that the connector offers a
     preempted request tokens if two conditions are true:
 
-    - Before the preemption, the connector offered the request more than twice as many tokens as vLLM finds computed
-      now.
+    - Before the preemption, an answer covered more than 2 n + b tokens of the request. vLLM now finds n tokens
+      computed, and b is the block size.
     - The connector is likely to have these tokens: since their save, at most N blocks were saved. N is the largest
       number of blocks that were saved between the last use of a block and a later offer of the same block.
 
@@ -68,10 +68,10 @@ class ResumeCoversOutput(Checker):
     def _forget(self) -> None:
         self._accounts: dict[int, _Account] = {}
         self._seen_at: dict[bytes, int] = {}
-        """Key of a block → number of different blocks saved when a request with this block was last looked up or
-        saved."""
+        """Key of a block → number of different blocks that had been saved at the last lookup or save of a request with
+        this block."""
         self._saved_at: dict[bytes, int] = {}
-        """Key of a block → number of blocks saved, with repetitions, when this block was last saved."""
+        """Key of a block → number of blocks, with repetitions, that had been saved before this block's last save."""
         self._num_saved_blocks = 0
         self._num_survived = 0
         """Largest number of different blocks that were saved between the last use of a block and a later offer of this

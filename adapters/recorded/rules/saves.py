@@ -21,7 +21,7 @@ class _Account:
     num_blocks: int = 0
     """Number of blocks, from the first on, that are judged already."""
     nameless: list[int] = attrs.field(factory=list)
-    """Places of saved blocks whose keys are not known yet."""
+    """Indexes of saved blocks whose keys are not known yet."""
     hits: list[int] = attrs.field(factory=list)
     """Tokens of the hit in each answer since the request's last preemption."""
 

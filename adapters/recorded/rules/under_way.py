@@ -1,7 +1,7 @@
 """Base of the rules about copies in flight, and about blocks that a request gets while copies are in flight.
 
-A copy begins with the metadata that gives it to the workers. Its field `ends_with` says how the log shows its end
-(`payloads.ENDS`). A copy whose end is not in the log counts as ended at once.
+A copy begins with the metadata that gives it to the workers. The copy's field `ends_with` says how the log shows its
+end (`payloads.ENDS`). A copy whose end is not in the log counts as ended at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RuleOfCopies(Checker):
         self._awaited: frozenset[str] = frozenset()
         """Jobs that end before the current step computes anything."""
         self.given: dict[int, int] = {}
-        """Block → ordinal of the life that fills it from this step on."""
+        """New block → ordinal of the life that got it for the current step."""
 
     # --- for the rules ------------------------------------------------------------------------
 
@@ -56,11 +56,11 @@ class RuleOfCopies(Checker):
         """Judge a step. All copies of the step have begun, and `given` has all blocks that requests got."""
 
     def under_way(self, *, loads: bool) -> Iterator[Begun]:
-        """Yield the loads in flight. Without `loads`, yield the saves in flight."""
+        """Yield the loads in flight. If `loads` is False, yield the saves in flight."""
         return (begun for begun in chain(*self._under_way.values()) if begun.copy.is_load is loads)
 
     def given_away(self, *, loads: bool) -> None:
-        """Report each load in flight if another life got one of its blocks. Without `loads`, report each such save."""
+        """Report each load in flight if another life got one of its blocks. If `loads` is False, report such saves."""
         for begun in self.under_way(loads=loads):
             taken = {block for block in begun.block_ids if self.given.get(block, begun.ordinal) != begun.ordinal}
             # Other requests may share a block in the very step in which one computes it, and save it after that.

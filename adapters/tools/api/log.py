@@ -135,7 +135,7 @@ class Log:
         return reading.evictions(self._scheduler_entries())
 
     def violations(self) -> Iterator[Violation]:
-        """Yield the broken rules that `verify` finds, at most 1,000 for each log."""
+        """Yield the breaches of rules that `verify` finds, at most 1,000 for each log."""
         return itertools.chain.from_iterable(verified(source).violations for source in self._sources)
 
     def to_arrow(self, name: str) -> pa.Table:

@@ -1,7 +1,7 @@
 """Turns the events of stored logs into the records of the API.
 
 Lives and reasons are computed by the same code as in the commands. The record of a copy combines all events with the
-copy's job id. Every other record is made from one event.
+copy's job id. Entries, lookups, steps and evictions are made from one event each.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def reasons(source: Source, request_id: str) -> Iterator[Reason]:
     log = source.opened()
     with public_errors(source.path):
         histories = read_histories(log, Selection(request_id=request_id), request_id, Silence())
-        for history in histories.of_incarnations:
+        for history in histories.of_lives:
             for cause in _about_computed_tokens(causes_of(history, histories, log)):
                 for group in groups_of(cause.spans):
                     yield _reason(

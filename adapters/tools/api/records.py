@@ -118,7 +118,7 @@ class Lookup:
     num_external_tokens: int | None
     """Tokens offered."""
     is_async: bool | None
-    """Whether the load runs outside of the steps."""
+    """Whether steps can run during the load of the offered tokens."""
     miss_reason: str
     """Why the hit ends."""
     deferred_for_job: int | None
@@ -126,7 +126,7 @@ class Lookup:
     num_deferred: int | None
     """Number of consecutive deferrals of the request, including this answer."""
     cause: int
-    """Sequence number of the question."""
+    """Sequence number of the observation that caused the answer, such as `lookup.requested`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -146,7 +146,7 @@ class Copy:
     ordinal: int
     generation: int
     outcome: str
-    """`completed`, `failed`, `given up` (a save that a rank did not report), or `open` (the end is not in the log)."""
+    """`completed`, `failed`, `given up` (a failed save whose slots a rank may still write), or `open` (not ended)."""
     error: str
     first_token: int | None
     """First token of a load or tail save; None for a save of whole chunks."""
@@ -168,7 +168,8 @@ class Copy:
     num_bytes: int
     """Bytes that workers reported."""
     worker_ns: int
-    """Nanoseconds that workers measured, in total. Copies in one report share its time in proportion to their bytes."""
+    """Sum of the nanoseconds that workers measured. If one report is about several copies, its time is divided among
+    them in proportion to their bytes."""
 
 
 @attrs.frozen
@@ -207,7 +208,7 @@ class Eviction:
     sequence: int
     time_ns: int
     keys: tuple[bytes, ...]
-    """In the order of eviction."""
+    """Keys of the chunks, in the order of eviction."""
     request_id: str
     """The request whose save needed the slots."""
     ordinal: int

@@ -24,7 +24,7 @@ class Verdict(enum.StrEnum):
     """The verdict on a log; on several logs the most severe one."""
 
     SOUND = "sound"
-    """As far as the log goes."""
+    """Nothing is wrong in the log, as far as the log goes."""
     RULE_BROKEN = "rule_broken"
     DAMAGED = "damaged"
     """Damaged or unreadable."""
@@ -33,16 +33,16 @@ class Verdict(enum.StrEnum):
     END_MISSING = "end_missing"
     """Sound, but events are known to be missing at the end."""
     NOTHING_CHECKED = "nothing_checked"
-    """The log has no event, lacks earlier events, or has only a worker's calls."""
+    """The log has no event, its beginning is missing, or it has only a worker's hook calls."""
     EXTENSION_STOPPED = "extension_stopped"
     """Sound, but the rules of a stopped extension were not checked to the end."""
     NOT_VERIFIED = "not_verified"
-    """`lenient` skipped events."""
+    """Checked only in part, because `lenient` skipped events."""
 
 
 @attrs.frozen(kw_only=True)
 class Violation:
-    """A rule that the log breaks."""
+    """A breach: one case in which the log breaks a rule."""
 
     start: str
     rank: int | None
@@ -132,7 +132,7 @@ class LogReport:
     path: Path
     verdict: Verdict
     text: str
-    """The verdict in words. It names the part that was checked if this is not the whole log."""
+    """The verdict in words. If only a part of the log was checked, the text names this part."""
     num_events: int
     first_event_checked: int | None
     last_event_checked: int | None

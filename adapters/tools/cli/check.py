@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _OURS = "KVLedgerConnector"
 _PATH = re.compile(r"[^\s{}\[\]\"':@]{1,255}")
-"""An argument that is not a file and that a message may quote. Other text may be a configuration with passwords."""
+"""Text that looks like a file name. Messages quote only such text, because other text can contain passwords."""
 
 
 _AS_VLLM = "give the same value as on the command line of your vLLM server"
@@ -146,7 +146,7 @@ def _transfer(text: str) -> dict[str, Any]:
 
 
 def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
-    """Return the configurations of kvledger's connectors: the connector itself, or children of a `MultiConnector`.
+    """Return the configurations of all connectors of kvledger in `transfer`, including children of a `MultiConnector`.
 
     Connectors of other projects cannot be checked and are left out.
 
@@ -282,7 +282,7 @@ class _Shown:
 
         Args:
             algorithm: the hash algorithm.
-            why_guessable: the reason; empty if keys cannot be used in this way.
+            why_guessable: the reason; empty if guesses cannot be tested.
         """
         if self._output.is_json:
             why = why_guessable or None

@@ -22,7 +22,7 @@ from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.units import plural, size
 
 _SUFFIXES = frozenset({".html", ".json", ".gz"})
-"""Suffixes of file names; a REQUEST with one of them was meant as the output file."""
+"""Suffixes of output files. A REQUEST with such a suffix was meant as the output file."""
 _Selected = list[tuple[StoredLog, Selection]]
 
 
@@ -83,7 +83,7 @@ def run(
 
 
 def open_again(path: Path, *, reading: Reading, deciding: Deciding) -> StoredLog:
-    """Open a log with the same code and the same options in another process, to which a core cannot be sent."""
+    """Open a log in another process, with the same code and options. A core cannot be sent there, so make it again."""
     return opened_log(path, reading, deciding.core())
 
 

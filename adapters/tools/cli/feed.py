@@ -109,7 +109,8 @@ class Feed(ObservationVisitor):
     def _repeats(self, request_id: str, text: str, sequence: int) -> bool:
         """Whether a lookup got the same answer as the request's previous lookup, apart from numbers.
 
-        A lookup with the same answer is counted. vLLM looks up a waiting request in every step.
+        A lookup with the same answer is counted and gets no line, because vLLM looks up a waiting request in every
+        step.
         """
         polls, now_ns = self.state.polls.get(request_id), self.moment.time_ns
         if polls is not None and without_numbers(polls.last_text) == without_numbers(text):
@@ -133,8 +134,8 @@ class Feed(ObservationVisitor):
 def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
     """Yield every batch of a log after `log.start_sequence`, then each batch that is appended later.
 
-    Yields None each time when it has read all that is in the log. Ends when no process writes the log any more. A copy
-    or a mirror of a log does not show whether a process writes the log, so this function follows it without end.
+    Yields None each time it reaches the present end of the log. Ends when no process writes the log any more. A copy
+    or a mirror of a log does not show whether a process writes the log, so this function never ends for them.
     """
     place, last_sequence = (log.files()[0].name, 0), log.start_sequence
     for batch in log.batches_behind(last_sequence) if last_sequence else log.batches():

@@ -1,4 +1,4 @@
-"""Finds the logs that the argument LOG names, and the log and the request that the argument REQUEST names."""
+"""Finds the logs that the argument LOG names, and the request that the argument REQUEST names, with its log."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _MOMENT: Final = (
 
 
 def value(read: Callable[[str], Any], metavar: str | None = None, **about: Any) -> Parameter:  # noqa: ANN401 -- as Parameter
-    """Return the parameter of an argument. `read` parses the argument's text, and raises `ValueError` if it cannot."""
+    """Return the parameter of an argument. `read` parses the argument's text. It raises `ValueError` for wrong text."""
 
     def convert(_type: object, tokens: Sequence[Token]) -> Any:  # noqa: ANN401
         return read(",".join(token.value for token in tokens))  # several tokens only if the option is repeated
@@ -291,8 +291,8 @@ def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: s
 def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = False) -> int | None:
     """Return the time from the log's opening to the moment, in nanoseconds.
 
-    A moment such as 10:30:00 lasts a second. The result leads to its first nanosecond, or with `is_end` to its last.
-    None if no moment was asked for, or if the moment is an event number.
+    A moment such as 10:30:00 lasts a second. The result is the time of its first nanosecond, or with `is_end`
+    of its last. None if no moment was asked for, or if the moment is an event number.
     """
     if asked is None or asked.kind == "event":
         return None

@@ -41,9 +41,9 @@ _BYTES_PER_UPDATE = 1 << 18
 _GAP = 2
 """Characters between two columns of a table."""
 _FOLDED = 28
-"""Most characters of a column that count when `table` chooses columns; the terminal folds longer text."""
+"""When `table` chooses columns, it counts at most this many characters of a column. The terminal folds longer text."""
 _LEAST_PROSE = 34
-"""Characters of the narrowest column into which text is folded."""
+"""Smallest width, in characters, of a column into which text is folded."""
 _BELOW = 4
 """Indent of text that has no room on the line of its name."""
 

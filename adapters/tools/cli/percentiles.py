@@ -35,7 +35,7 @@ class Percentiles:
         self._counts += other._counts
 
     def at(self, share: float) -> int:
-        """Return the percentile for `share` (0 to 1): at least this share of the values is not above the percentile.
+        """Return the smallest counted value that at least `share` (0 to 1) of all values do not exceed.
 
         0 if there are no values.
         """

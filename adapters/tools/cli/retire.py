@@ -92,9 +92,9 @@ def _retire(
 
 
 def _make_snapshots(directory_of: Callable[[Retirement], Path], plan: Callable[[], list[Retirement]]) -> None:
-    """Make the snapshots at which readers will begin after the deletion, if they are missing.
+    """Make the missing snapshots at which readers will begin after the deletion.
 
-    Snapshots count towards the limits, too.
+    A new snapshot counts towards the limits, so it may change which segments are deleted.
     """
     tried: set[tuple[str, str]] = set()
     while True:

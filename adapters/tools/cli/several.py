@@ -67,7 +67,7 @@ def side_by_side(
 
 
 def num_bytes(path: Path) -> int:
-    """Return the size of a log in bytes. 0 if the log cannot be read, which is reported when the log is opened."""
+    """Return the size of a log in bytes; 0 if the log cannot be read. Opening the log then reports the error."""
     try:
         return sum(map(num_bytes_of, segment_paths(path) if path.is_dir() else [path]))
     except OSError:

@@ -73,13 +73,13 @@ class Listing:
     sort: str
 
     def chosen(self, summaries: Sequence[RequestSummary]) -> Sequence[RequestSummary]:
-        """Return the requests to list, in order, before the limit is applied."""
+        """Return the requests to list, sorted. The caller applies the limit."""
         chosen = [each for each in summaries if each.has_failed] if self.only_failed else summaries
         key = _SORTS[self.sort]
         return chosen if key is None else sorted(chosen, key=key)
 
     def said(self, num_listed: int, summaries: Sequence[RequestSummary]) -> str:
-        """Return in words which requests are listed. Empty if all requests are listed."""
+        """Return in words which requests are listed. Empty if all requests of the log are listed."""
         num_chosen = len(self.chosen(summaries))
         which = f"{num_chosen} of {plural(len(summaries), 'request')} failed" if self.only_failed else ""
         if num_listed == num_chosen:

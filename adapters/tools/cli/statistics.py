@@ -57,7 +57,7 @@ class Statistics:
     of_extensions: Counter[str] = attrs.field(factory=Counter)
     """`extension/figure` → sum, for the figures of extensions that are not in `percentiles`."""
     top: list[tuple[int, str, int]] = attrs.field(factory=list)
-    """(tokens recomputed, request id, ordinal) of the requests that recomputed most tokens, in descending order."""
+    """(tokens recomputed, request id, ordinal) of the requests that recomputed the most tokens, in descending order."""
     pool: Estimate = attrs.field(factory=Estimate)
 
     @property
@@ -114,7 +114,7 @@ class Counting(Visitor[Model]):
         return [(event_class, self._take) for event_class in e.STANDARD_EVENTS.values()]
 
     def ended(self, _life: Life) -> None:
-        """Begin the selection if the current event is the first selected one."""
+        """Begin the selection if the event that ends the life is the first selected one."""
         self._reach()
 
     def end_frame(self, batch: Batch) -> None:

@@ -217,7 +217,7 @@ def _show_events(output: Output, statistics: Statistics, sort: str) -> None:
 
 
 def _sorted(statistics: Statistics, sort: str) -> list[tuple[str, int]]:
-    """Return (event id, bytes), sorted by the column that the user chose."""
+    """Return (event id, bytes) for each kind of event, sorted by the column that the user chose."""
     if sort == "event":
         return sorted(statistics.event_bytes.items())
     of = statistics.event_bytes if sort == "bytes" else statistics.events

@@ -32,7 +32,7 @@ from kvledger.storage.events import HowEnded
 
 _NS_PER_S = 1_000_000_000
 _SILENT_AFTER_S = 10
-"""Seconds without an event, while requests are open, after which an engine may hang."""
+"""If requests are open and the log gets no event for this many seconds, the engine may hang."""
 
 
 def run(
@@ -136,7 +136,7 @@ def _drawn(view: _View) -> RenderableType:
 
 
 def _lines(view: _View) -> dict[str, tuple[str, str]]:
-    """Return name → (text, style)."""
+    """Return the lines of a view: name → (text, style)."""
     overview, log = view.overview, view.log
     num_open = overview.num_running + overview.num_waiting + overview.num_preempted
     requests = f"{overview.num_running} running, {overview.num_waiting} waiting, {overview.num_preempted} preempted"

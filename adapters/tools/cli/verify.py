@@ -27,7 +27,7 @@ from kvledger.adapters.units import plural, size
 from kvledger.lifecycle.events import Event
 
 _MAX_SHOWN = 20
-"""Maximum number of findings in the text, and of later breaches in each; `--json` has all that are kept."""
+"""Maximum number of findings that the text lists, and of later faults that it lists for one finding."""
 _OBJECTS_PER_COLLECTION = 200_000
 MIN_BYTES = 4 << 20
 """Smallest total size in bytes of logs that are verified in parallel; below it, one process is faster."""
@@ -94,7 +94,7 @@ def _verify(log: StoredLog, selection: Selection, output: Output, *, verbose: bo
 
 
 def _show_lost(path: Path, reason: str, output: Output) -> ExitCode:
-    """Report a log that could not be verified to its end, because its process was killed at every try."""
+    """Report a log that could not be verified to its end, because the verifying process was killed at every try."""
     remedy = "verify this log alone, on a machine with more memory"
     if output.is_json:
         output.record("log", {"path": str(path), "header": None})
@@ -117,7 +117,7 @@ def _findings(log: StoredLog, selection: Selection) -> Findings:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Run the garbage collector rarely. Each collection scans all data of an audit, which makes no reference cycles."""
+    """Run the garbage collector rarely. An audit makes no reference cycles, and each collection scans all its data."""
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_OBJECTS_PER_COLLECTION)

@@ -50,7 +50,7 @@ def run(reading: Reading, *, extending: Extending = NO_EXTENSIONS, output: Writt
             history,
             [cause for cause in causes_of(history, histories, log) if cause.last_sequence >= selection.first_sequence],
         )
-        for history in histories.of_incarnations
+        for history in histories.of_lives
     ]
     if output.is_json:
         _show_json(output, chains, histories, log)

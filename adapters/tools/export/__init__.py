@@ -1,5 +1,6 @@
 """Exports a log in the formats of other tools: a trace for Perfetto, an HTML page for a ticket, OpenTelemetry spans.
 
-`trace.py` reads the log once and calls a `Sink` with the log's spans and instants. Each format is a subclass of `Sink`
-and must not depend on events. This package neither opens logs nor judges them.
+While the log is read once, `trace.py` calls a `Sink` with the log's spans and instants. Each format is a subclass of
+`Sink`. The HTML page also reads the events of the requests that it shows. This package neither opens logs nor judges
+them.
 """

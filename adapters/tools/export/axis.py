@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import attrs
 
 _FOLD_WIDTH = 0.03
-"""Width of a fold, as a share of the axis. Idle time less than twice as wide is not folded."""
+"""Width of a fold, as a share of the axis. Idle time longer than twice this share of the busy time is folded."""
 _MAX_FOLDED = 0.3
 """Largest total width of the folds, as a share of the axis."""
 _TICK_DISTANCE = 0.11

@@ -33,7 +33,7 @@ _BEYOND: Final = 2**64 - 1
 _SUFFIX: Final = re.compile("-[0-9a-f]{8}$")
 """What vLLM appends to the client's id (`assign_request_id`, vllm/v1/engine/input_processor.py, 0.32)."""
 _MAX_EVENTS: Final = 1024
-"""Maximum number of events kept for a span: the last ones. Of these, the SDK keeps `OTEL_SPAN_EVENT_COUNT_LIMIT`."""
+"""Maximum number of events of a span; the last ones are kept. The SDK also applies `OTEL_SPAN_EVENT_COUNT_LIMIT`."""
 _OF_REQUEST: Final = frozenset({e.TokensRolledBack.id, e.SessionContinued.id, e.SaveDeclined.id, e.TransferAwaited.id})
 _OF_LOG: Final = frozenset({e.CacheReset.id, e.PrefixCacheReset.id, e.LogNote.id})
 """Kinds of instants that are not trouble and become events of a span."""
@@ -64,7 +64,7 @@ class _Request:
     events: deque[_Event] = attrs.field(factory=lambda: deque(maxlen=_MAX_EVENTS))
     wait: _Wait | None = None
     trouble: Instant | None = None
-    """The first trouble."""
+    """First failure that concerns the request; None: no failure so far."""
 
 
 class _Emitting(SpanProcessor):

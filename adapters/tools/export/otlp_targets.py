@@ -24,7 +24,7 @@ from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.lifecycle import without_credentials
 
 SPANS_PER_REQUEST: Final = 512
-"""Spans in one request, as in OpenTelemetry's batch processor."""
+"""Maximum number of spans that are sent together, as in OpenTelemetry's batch processor."""
 _PATH: Final = "/v1/traces"
 _IDS: Final = ("traceId", "spanId", "parentSpanId")
 _LATER: Final = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
@@ -84,7 +84,7 @@ class SpanFile:
 
 
 class SpanEndpoint:
-    """A collector, or a backend that accepts OTLP. The SDK's exporter reads `OTEL_EXPORTER_OTLP_*`.
+    """A collector, or a backend that accepts OTLP. The SDK's exporter reads the variables `OTEL_EXPORTER_OTLP_*`.
 
     Args:
         url: `http://host:4318`; `/v1/traces` is added if the URL does not end with it.

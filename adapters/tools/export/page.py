@@ -37,11 +37,12 @@ from kvledger.adapters.tools.reasons import BY_DESIGN, Sums
 from kvledger.adapters.units import duration, event_range, milliseconds, plural, ranges, size
 
 _ZOOMS = (1, 4, 16, 64)
-"""Widths of the time axis, in widths of its window, that have labels of their own."""
+"""Widths of the time axis, as multiples of the width of its window. Each width has its own labels."""
 _MAX_TIMELINES = 60
 """Maximum number of requests that are shown event by event."""
 _WORK_OF_TIMELINES = 20_000_000
-"""Largest product of events and timelines. With more, a page would take minutes, so fewer timelines are shown."""
+"""Largest product of the events in a log and the log's timelines. With a larger product, a page would take minutes, so
+fewer timelines are shown."""
 _MAX_CAUSES = 400
 _MAX_FOLDS_NAMED = 8
 _NUMBERS = frozenset(

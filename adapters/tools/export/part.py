@@ -81,7 +81,7 @@ class Reading:
     def of(
         cls, log: StoredLog, selection: Selection, others: SeparateProcesses, open_log: OpenLog, output: Progress
     ) -> Reading:
-        """Read the selected part of a log. A process of `others` verifies a large log, which `open_log` opens there."""
+        """Read the selected part of a log. A process of `others` opens a large log with `open_log`, to verify it."""
         end = log.end_so_far()
         shown = Shown()
         model = begin_model(log)

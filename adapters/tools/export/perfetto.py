@@ -82,7 +82,7 @@ class EngineTrace(Sink):
         self._values: dict[tuple[str, str], int] = {}
         """(counter, series) → value that was written last."""
         self._arrows: dict[int | None, str] = {}
-        """Ordinal of a preempted request that does not run yet → id of its arrow."""
+        """Ordinal of a preempted request that does not run again yet → id of its arrow."""
         self._num_arrows = 0
         self._tracks: set[int] = set()
         """Ordinals of the requests that have a track."""
@@ -216,7 +216,7 @@ class EngineTrace(Sink):
         return None if ordinal is None or ordinal not in self._tracks else _FIRST_REQUEST + ordinal
 
     def _show_gone(self) -> None:
-        """Write one instant for all chunks that left the pool at one time. Perfetto would nest several instants."""
+        """For each kind (evicted, tainted), write one instant for all chunks. Perfetto would nest several instants."""
         for kind, instants in self._gone.items():
             keys = [str(key) for instant in instants for key in cast("list[str]", instant.fields["keys"])]
             arguments = {

@@ -83,5 +83,5 @@ def totals(sums: Sums) -> dict[str, object]:
 
 def causes(log: StoredLog, selection: Selection, histories: Histories) -> list[list[Cause]]:
     """Return the causes of each life of a request, as `kvledger why` shows them."""
-    chains = [folded(causes_of(each, histories, log)) for each in histories.of_incarnations]
+    chains = [folded(causes_of(each, histories, log)) for each in histories.of_lives]
     return [[cause for cause in chain if cause.last_sequence >= selection.first_sequence] for chain in chains]

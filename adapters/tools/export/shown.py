@@ -28,7 +28,7 @@ from kvledger.adapters.tools.reasons import RequestHistory, Sums
 
 MAX_REQUESTS = 300
 MAX_INSTANTS = 200
-"""Maximum number of instants of the engine, and of each request."""
+"""Maximum number of instants in `Shown.troubles`, in `Shown.others`, and of each request."""
 _MAX_ORDINARY = 200
 """Maximum number of lookups of one request, and of its completed saves."""
 _MAX_SAMPLES = 4096
@@ -105,11 +105,12 @@ class Shown(Sink):
         """Outcome → number of requests."""
         self.num_requests = 0
         self.samples: list[tuple[int, tuple[int, ...]]] = []
-        """(time, values of `SERIES`). If there are very many, two become one, which has the higher values."""
+        """(time, values of `SERIES`). If there are very many, each pair of neighbours becomes one that has the
+        higher values."""
         self.calls: dict[str, Calls] = {}
         self.troubles: list[Instant] = []
         self.others: list[Instant] = []
-        """Other instants of the engine: resets, notes."""
+        """Instants without a request that are no failures, such as resets and notes."""
         self.num_instants_left_out = 0
         self.busy: list[Interval] = []
         """Intervals with requests to schedule. If there are very many, neighbouring intervals are joined."""

@@ -34,7 +34,7 @@ class Span(msgspec.Struct, eq=False, kw_only=True):
 
 
 class LifeSpan(Span, eq=False, kw_only=True):
-    """One life of a request id, from an arrival to its release. `ordinal` is unique in the log."""
+    """One life of a request id, from the arrival to the release. `ordinal` is unique in the log."""
 
     ordinal: int
     summary: RequestSummary
@@ -119,7 +119,7 @@ class Lookup:
     """Ordinal of the life; None if the log lacks the request's arrival."""
     answer: LookupAnswered | LookupDeferred
     is_repeated: bool
-    """Whether question and answer equal the previous ones. vLLM looks up waiting requests in every step."""
+    """Whether this equals the previous answer, or is another deferral for the same job. vLLM asks in every step."""
 
 
 @attrs.frozen(kw_only=True)

@@ -15,7 +15,7 @@ _OWN_SHARES = [reason for reason in Reason if reason in BY_DESIGN or reason is R
 
 @attrs.frozen
 class Share:
-    """Tokens of one source. `style` is a colour of the HTML page."""
+    """Tokens of one source. `style` names a colour of the HTML page."""
 
     name: str
     style: str

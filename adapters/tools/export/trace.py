@@ -126,7 +126,7 @@ class Trace(Visitor[Model]):
             self._num_in_state[span.state] += 1
 
     def visits(self) -> Visits:
-        """Return the visits: first for the beginning of the selection, then for states of lives, then all others."""
+        """Return visits: first to notice the selection's beginning, then to follow states of lives, then all others."""
         ignores_instants = type(self._sink).happened is Sink.happened
         ignored: set[object] = {self._happened} if ignores_instants else set()
         if ignores_instants and type(self._sink).began is Sink.began:

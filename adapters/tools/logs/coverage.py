@@ -100,7 +100,7 @@ def checked(log: StoredLog, selection: Selection, last_foldable: int | None, *, 
     Args:
         log: the log. Its events were read after `log.start()` was called.
         selection: the selected part.
-        last_foldable: number of the event before the first event that cannot be folded; None: every event can.
+        last_foldable: sequence number of the event before the first event that cannot be folded; None: every event can.
         is_present: whether the selected request lived in the selected part; True if no request is selected.
     """
     last = log.trusted_sequence if last_foldable is None else min(last_foldable, log.trusted_sequence)

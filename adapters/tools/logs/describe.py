@@ -32,7 +32,8 @@ WHY_DECLINED: dict[str, str] = {
 }
 
 _LONG_WAIT_NS = 100_000_000
-"""Shortest wait for the first lookup that the text mentions, in nanoseconds. The engine served other requests first."""
+"""Shortest wait, in nanoseconds, that a text mentions between a request's arrival and its first lookup. During such a
+wait, the engine served other requests."""
 
 
 def state_change(before: str | None, after: str | None) -> str:
@@ -122,7 +123,7 @@ def _allocated(event: e.BlocksAllocated) -> str:
 
 
 def figures_of_extension(event: e.ExtensionEvent, core: Core) -> Mapping[str, int]:
-    """Return words → amount: the figures that the extension computes for its event (see `Extension.figures`)."""
+    """Return name → amount: the figures that an extension computes for its event (see `Extension.figures`)."""
     extension, payload = _read(event, core)
     with suppressed():  # an extension's code may raise
         if extension is not None and payload is not None:

@@ -62,7 +62,7 @@ _WITHOUT_CHUNKS = BY_DESIGN | {Reason.RECORDED}
 _SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
 """Reasons that arise after a lookup."""
 _MAX_LOOKUPS = 3
-"""Maximum number of lookups in a row, alike except for numbers, that are listed one by one."""
+"""Maximum number of similar lookups in a row that are listed one by one. Their answers differ only in numbers."""
 _MAX_PREFIXES = 3
 """Maximum number of duplicated prefixes that the text names; --json has all of them."""
 _COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
@@ -109,7 +109,7 @@ class Cause:
     num_blocks_held: int = 0
     """Blocks of vLLM's KV cache that all requests together held at `time_ns`; 0 if unknown."""
     held: str = ""
-    """`num_blocks_held` in words, if the cause is a first lookup that came late or was repeated; else empty."""
+    """`num_blocks_held` in words, if the cause is the life's first lookup, late or repeated; else empty."""
     notes: list[str] = attrs.field(factory=list)
     """Lines that extensions add."""
 
@@ -129,7 +129,7 @@ def folded(causes: Sequence[Cause]) -> list[Cause]:
     """Combine causes that repeat each other, so that people can read the list.
 
     A broken rule and the quarantine because of that rule become one cause. More than `_MAX_LOOKUPS` lookups whose
-    answers differ only in numbers become one cause if no other cause lies between these lookups.
+    answers differ only in numbers become one cause if nothing but lookups lies between them.
     """
     result: list[Cause] = []
     for cause in _fewer_lookups(causes):
@@ -406,7 +406,7 @@ def _awaited_text(load: SharedLoad) -> str:
 
 
 def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]:
-    """Return causes and recomputations in the order of the log. Consecutive recomputations become one cause."""
+    """Return causes and recomputations in the order of the log. Consecutive recomputations of a kind are one cause."""
     result: list[Cause] = []
     for cause in sorted((*causes, *recomputed), key=lambda cause: cause.last_sequence):
         last = result[-1] if result else None
@@ -519,7 +519,7 @@ def _earlier_text(fact: ChunkFact | None, histories: Histories, before_ns: int |
 
 
 def _owner(fact: ChunkFact, histories: Histories) -> str:
-    own = {(history.request_id, history.ordinal) for history in histories.of_incarnations}
+    own = {(history.request_id, history.ordinal) for history in histories.of_lives}
     is_own = (fact.request_id, fact.ordinal) in own
     return "the request itself" if is_own else f"request {fact.request_id or '(not recorded)'}"
 

@@ -33,7 +33,7 @@ def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) ->
     between hyphens, begins with the text, or contains the text. In `cmpl-chat-1-0-8f3a1c5e`, the client's id `chat-1`
     is such a part, because vLLM's front ends write something before and after it. Logs cut a long id and append a hash
     of the whole id. A long `given` is cut in the same way before it is compared. If vLLM wrote something before the
-    client's id, the hashes differ, and the beginnings are compared.
+    client's id, the hashes differ, so a fifth rule ignores the hash.
 
     Args:
         known: each log with the ids of its requests, in the order of their arrival.

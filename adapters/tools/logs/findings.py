@@ -97,7 +97,7 @@ class FindingList:
     _of: dict[int, Finding] = attrs.field(factory=dict)
 
     def first_sequence(self, item: object) -> int:
-        """Return the first sequence number of the finding to which a violation or divergence belongs."""
+        """Return the sequence number at which the finding with this violation or divergence begins; 0 if unknown."""
         return self._of[id(item)].first.sequence or 0
 
     @classmethod

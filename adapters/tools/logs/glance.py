@@ -49,7 +49,7 @@ class Glance:
     damage: tuple[str, ...] = ()
     """Kinds of damage in the segments that were read."""
     unreadable: str = ""
-    """Reason why the log cannot be read, so that nothing else is known; empty if it can be read."""
+    """Reason why the log cannot be read; empty if it can be read."""
 
 
 def glance_at(path: Path) -> Glance:

@@ -37,7 +37,7 @@ class NamedEvent:
 class Histories:
     """The history of each life of one request id, and the events to which these histories refer."""
 
-    of_incarnations: Sequence[RequestHistory]
+    of_lives: Sequence[RequestHistory]
     events: Mapping[int, NamedEvent]
     names: Mapping[int, str]
     """Ordinal → request id, at least for the requests that got blocks when this request was preempted."""

@@ -68,7 +68,7 @@ class LogIndex:
             raise
 
         self._first_sequence = left[0].first_sequence if left else self.contents.first_sequence
-        """First event that the log still has."""
+        """Sequence number of the first event that the log still has."""
 
     def close(self) -> None:
         """Close the file."""

@@ -26,7 +26,7 @@ from kvledger.storage.events.retirements import read_retirements, retired_betwee
 from kvledger.storage.events.segment_bytes import num_written_bytes
 
 INDEX_FORMAT = 21
-"""Version of the format. Increase it with every change of an index's contents. Other versions are not used."""
+"""Version of the format. Increase it at every change of an index's contents. Indexes of other versions are not used."""
 
 SCHEMA = """
 CREATE TABLE log (contents BLOB NOT NULL);

@@ -43,7 +43,7 @@ from kvledger.storage.events.segment_file import segment_paths
 
 BytesRead = Callable[[int], None]
 Place = tuple[str, int]
-"""Name of a segment, and an offset in it."""
+"""Name of a segment, and an offset in that segment."""
 _NOT_READ = LogEnding(HowEnded.UNKNOWN, "the log was not read to its end")
 _NOT_ALL = LogEnding(HowEnded.UNKNOWN, "one segment alone was read")
 
@@ -78,11 +78,11 @@ class Batch:
     chain_hash: bytes
     """Chain hash of the frame."""
     gap: Gap | None = None
-    """Missing events before the batch; None: no event is missing, or reading began in the middle of the log."""
+    """Events that are missing just before the batch; None if there are none, or if `batches_from` read the batch."""
 
     @property
     def events(self) -> Sequence[Event]:
-        """The events alone."""
+        """The events of the frame, without their sequence numbers."""
         return self.decoded.events
 
     @property
@@ -101,7 +101,7 @@ class Batch:
         return self.decoded.numbered(self.first_sequence)
 
     def timed(self) -> Iterator[tuple[int, Event, int]]:
-        """Yield the events with their numbers, and times in nanoseconds since the log was opened.
+        """Yield (sequence number, event, time). Times are nanoseconds since the log was opened.
 
         A decision gets the time of its observation, which is before the decision in the frame.
         """
@@ -119,10 +119,10 @@ class StoredLog:
     path: Path
     core: Core
     header: Mapping[str, object]
-    """Key → value; empty if no copy of the header is intact. Without a header, the present format is assumed."""
+    """Key → value; empty if no copy of the header is intact. Events are then decoded in the format of this version."""
     _configuration: LedgerConfiguration | None
     trusts_snapshots: bool = attrs.field(default=False, kw_only=True)
-    """Whether to use a snapshot that other code computed."""
+    """Whether snapshots can be used although other code than this made them."""
     damage: list[Damage] = attrs.field(factory=list, init=False)
     """Damage that the event store reports, and damage of three more kinds: `lost_events` (the log records that the
     writer could not write events), `undecodable` (an intact frame that does not match the header, or a payload that its
@@ -139,7 +139,7 @@ class StoredLog:
     start_remarks: list[str] = attrs.field(factory=list, init=False)
     """Why snapshots were not used."""
     start_totals: bytes = attrs.field(default=b"", init=False)
-    """Encoded totals of the snapshot from which folding begins; empty: none."""
+    """Encoded totals of the snapshot from which folding begins; empty if the snapshot has none, or is not used."""
     ending: LogEnding = attrs.field(default=_NOT_READ, init=False)
     """How the log ended. Known after the log was read to its end."""
     last_events: Sequence[SequencedEvent] = attrs.field(default=(), init=False)
@@ -152,11 +152,12 @@ class StoredLog:
     """Whether the log was being written when reading began. Events that were appended later may not have been read."""
 
     def start(self, *, newest: bool = False) -> Start | None:
-        """Return the state from which to fold the log; None: fold the log from its first event.
+        """Return the state from which to fold the log; None: no snapshot is needed, or none is usable.
 
         If the oldest segments were retired, the state comes from the earliest usable snapshot. A usable snapshot
-        belongs to this log and has the present format of the state. If snapshots are not trusted, this code must also
-        have made it. While batches are read after this call, `is_trusted` says whether the last batch can be folded.
+        belongs to this log and has the present format of the state. Unless `trusts_snapshots` is true, the snapshot
+        must also have been made by this code. While batches are read after this call, `is_trusted` says whether the
+        last batch can be folded.
 
         Args:
             newest: use the newest usable snapshot, even if the log has its beginning.
@@ -223,7 +224,7 @@ class StoredLog:
 
     @property
     def written_by(self) -> str:
-        """The versions of kvledger and vLLM that wrote the log. Names the recorded connector and the worker, if any."""
+        """Text with the versions of kvledger and vLLM, and with the recorded connector and the worker, if any."""
         header, rank = self.header, self.worker_rank
         text = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
         recorded = f", recording {header['connector']}" if header.get("connector") else ""
@@ -236,7 +237,7 @@ class StoredLog:
 
     @property
     def other_code_remarks(self) -> list[str]:
-        """A remark if other code than this wrote the log, so that repeated decisions may differ; else empty."""
+        """A remark if other code than this wrote the log, because a replay may then decide differently; else empty."""
         other = self.core.other_code(self.header) if self.header else ""
         return [f"the log was written by other code ({other}), which can cause divergences"] if other else []
 
@@ -298,7 +299,7 @@ class StoredLog:
         return last.name > segment or num_written_bytes(last) > offset
 
     def total_bytes(self) -> int:
-        """Return the bytes of the log's present segments before compression, which a complete reading reads."""
+        """Return the size of the log's present segments, in bytes before compression. A complete reading reads them."""
         return sum(map(num_written_bytes, self.files()))
 
     def is_smaller_than(self, num_bytes: int) -> bool:
@@ -334,13 +335,13 @@ class StoredLog:
                 return
 
     def batches_behind(self, sequence: int, head_hash: str = "") -> Iterator[Batch]:
-        """Yield the batches after the last event of an earlier reading that missed no event.
+        """Yield the batches after event `sequence`, to continue an earlier reading that missed no event.
 
         The counters of this log then count only these batches.
 
         Args:
-            sequence: sequence number of that event. The event must be the last event of its frame.
-            head_hash: chain hash (hex) of that frame, at which the next frame must continue the chain. Empty: not
+            sequence: the last event of the earlier reading. It must be the last event of its frame.
+            head_hash: chain hash (hex) of that frame. The chain hash of the next frame must follow from it. Empty: not
                 checked. Leave it empty if the next frame begins a segment whose header was compared before.
 
         Raises:
@@ -434,7 +435,7 @@ class StoredLog:
             self.damage.append(Damage("chain_broken", place.name, offset, sequence, detail, 0))
 
     def _check_payloads(self, frame: Frame, decoded: DecodedFrame) -> None:
-        """Report events that their installed extension cannot decode. The other events of the frame stay usable."""
+        """Report as damage each event that its installed extension cannot decode. The frame is still yielded."""
         if not self.core.extensions:
             return
         for sequence, event in decoded.numbered(frame.first_sequence):

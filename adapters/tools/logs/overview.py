@@ -79,8 +79,8 @@ class Overviews(Visitor[Model]):
         self._num_finished = 0
         self._last_fault = ""
         self._admitted: deque[tuple[int, int, int]] = deque()
-        """(time, tokens queried, tokens hit) before the first event and after each admission, the newest last. The
-        first entry is the newest that is older than `RECENT_S`, if there is one."""
+        """(time, tokens queried so far, tokens hit so far). One entry is for the beginning, and one for each admission,
+        the newest last. The first entry is the newest of those that are at least `RECENT_S` seconds old, if any."""
         self._note_figures()
 
     @on(e.RequestFinished)

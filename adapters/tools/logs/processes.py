@@ -59,14 +59,14 @@ class Processes:
 
 
 class ProcessLost(Exception):
-    """The process of a call was killed, or could not be started, at every try."""
+    """At every try, the process of a call was killed, lacked memory, or could not be started."""
 
 
 class SeparateProcesses:
     """Makes up to `number` calls at the same time. Each process makes one call at a time.
 
-    If the process of a call is killed, the call is made again in a new process, up to `num_tries` times in all. The
-    other calls continue.
+    If the process of a call is killed or lacks memory, the call is made again in a new process, up to `num_tries` times
+    in all. The other calls continue.
     """
 
     def __init__(self, number: int, *, num_tries: int = 2) -> None:
@@ -82,8 +82,8 @@ class SeparateProcesses:
     ) -> Future[_Result]:
         """Call the function. Calls begin in the order of submission.
 
-        The future raises `ProcessLost` if, at every try, the process was killed or could not be started. If the
-        function raises, the future raises the same exception.
+        The future raises `ProcessLost` if, at every try, the process was killed, lacked memory, or could not be
+        started. If the function raises another exception than `MemoryError`, the future raises this exception.
         """
         return self._threads.submit(self._tried, partial(function, *args, **kwargs))
 
@@ -139,7 +139,7 @@ def separate_processes(number: int) -> Iterator[SeparateProcesses]:
 
 
 def _end_with(reader: Connection) -> None:
-    """Let the calling process end when the process that started it closes the pipe, or dies."""
+    """End this process when the process that started it closes the pipe or dies."""
 
     def wait() -> None:
         reader.poll(None)

@@ -57,9 +57,9 @@ def begin_accounts(
     request_id: str | None = None,
     on_end: Callable[[RequestHistory], None] | None = None,
 ) -> Accounts:
-    """Return accounts with histories for a reader with this model. Call this after `begin_model`.
+    """Return a visitor that keeps the history of each life and chunk. Call this after `begin_model`.
 
-    If reading begins at a snapshot, the accounts lack the earlier history of chunks.
+    If reading begins at a snapshot, the visitor does not know the earlier history of chunks.
     """
     accounts = Accounts(model, request_id=request_id, on_end=on_end, keeps_histories=True)
     if log.start_sequence:

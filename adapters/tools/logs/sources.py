@@ -32,8 +32,8 @@ _DATA_PARALLEL = re.compile(r"_dp\d+$")
 class EngineStart:
     """The logs of one engine start: the scheduler's log and the logs of its workers.
 
-    Only the recorder's workers write logs. A start that failed before the scheduler opened its log has only workers'
-    logs.
+    Workers write logs only if they use the recorder. A start that failed before the scheduler opened its log has only
+    workers' logs.
     """
 
     scheduler: Path | None
@@ -129,7 +129,7 @@ def _has_traces(directory: Path, on_remark: Callable[[str], None]) -> bool:
 
 
 def _without_link(path: Path) -> Path:
-    """Return the path that a user gave, or its target if the path is a link. Links in a directory are refused.
+    """Return the path that a user gave, or its target if it is a link. `open_log` refuses links inside a directory.
 
     Raises:
         CommandFailed: the path leads to something without a name, such as the pipe of a shell's `<(…)`.
@@ -228,10 +228,10 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
 def _assigned(schedulers: Iterable[_Log], workers: Iterable[_Log]) -> Iterator[tuple[_Log, list[_Log]]]:
     """Yield each scheduler's log with the logs of its workers: at most one per rank, and no log twice.
 
-    A worker's log has the same engine id and connector as its scheduler's log. This is not enough, because an engine id
-    that the configuration sets stays the same after a restart. A worker's log therefore belongs to the scheduler's log
-    that the same process wrote. If there is none, it belongs to the scheduler's log that was opened next after the
-    worker's log, or else to the last scheduler's log opened before the worker's log.
+    A worker's log has the same engine id and connector as its scheduler's log. Logs of other starts can have the same
+    ones, because an engine id that the configuration sets stays the same after a restart. A worker's log belongs to the
+    scheduler's log that the same process wrote. If there is none, it belongs to the scheduler's log that was opened
+    next after the worker's log, or else to the last scheduler's log opened before the worker's log.
     """
     schedulers = list(schedulers)
     pairs = []

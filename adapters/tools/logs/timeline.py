@@ -31,7 +31,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     """Events that are shown together. Times in nanoseconds since the log was opened."""
 
     what: str
-    """A stable word: `arrived`, `lookup`, `prefill`, `decode`, `transfer`, the observation's id, or `lost`."""
+    """A stable word: `arrived`, `lookup`, `prefill`, `decode`, `transfer`, an event's id, or `lost`."""
     first_sequence: int
     last_sequence: int
     time_ns: int
@@ -107,7 +107,8 @@ class _Seen:
 class Timelines(ObservationVisitor):
     """Collects groups of events for some request ids, for all lives of each id.
 
-    The groups of a life depend only on its own events and on steps. Events before its arrival need not be read.
+    The groups of a life depend only on events that name its request, and on observations about all requests, such as
+    steps. Events before the arrival need not be read.
     """
 
     needs = ("lives", "tables", "copies")

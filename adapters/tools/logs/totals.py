@@ -1,4 +1,4 @@
-"""The totals of a log, counted while the log is read. The connector counted the same totals live from these events."""
+"""The totals of a log, counted while the log is read. The connector counts the same totals while the engine runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAY_ALL = tuple(event_class for event_class in ADDS if event_class not in _NEED
 
 
 class LogTotals(Visitor[Model]):
-    """Adds each event to the totals, together with the event's request, answer or copy, which the model knows.
+    """Adds each event to the totals. For some events, it needs the request, answer or copy that the model knows.
 
     An observation that the request's state refuses is not counted.
 
@@ -26,8 +26,8 @@ class LogTotals(Visitor[Model]):
         model: the reader's model.
         state: the totals so far; default: zero.
         is_complete: False if `state` lacks events before the first event that is read.
-        on_took: called with each duration that is added, and a request id: the id of the request that recovered, or an
-            empty text if the duration is from a report.
+        on_took: called with each duration that is added to the totals, and with a request id. The duration of a
+            recovery comes with the id of the recovered request, the duration of a report with an empty id.
     """
 
     needs = ("lives", "copies", "answers")

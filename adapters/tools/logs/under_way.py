@@ -19,7 +19,7 @@ class UnderWay:
 
     what: str
     sequence: int
-    """The event at which it began."""
+    """Sequence number of the event at which it began."""
     time_ns: int
     """Time of that event since the log was opened."""
 

@@ -113,7 +113,7 @@ class Outcome:
     calls: WorkerCalls | None
     """What the worker was doing at the end of its log; None: a scheduler wrote the log."""
     is_present: bool
-    """Whether the selected request lived in the selected part."""
+    """Whether the selected request lived in the selected part. True if no request is selected."""
 
 
 @attrs.frozen
@@ -124,7 +124,7 @@ class StoppedExtension:
     version: int | None
     """Version of the extension; None: unknown, because the event that stopped it was not read."""
     sequence: int
-    """The event that stopped it."""
+    """Sequence number of the event that stopped it."""
     where: str
     """Part of the extension that raised; empty: unknown."""
     error: str
@@ -169,7 +169,7 @@ class Findings:
 
     @classmethod
     def of(cls, log: StoredLog, selection: Selection, outcome: Outcome) -> Findings:
-        """Return the findings of a log that was read to the same end as by the verification with this outcome."""
+        """Return the findings of a log that was read, and that was verified up to the same end with this outcome."""
         judgement, end_state, of_extensions = outcome.judgement, outcome.end_state, outcome.of_extensions
         unfoldable = judgement.unfoldable
         last_foldable = None if unfoldable is None else unfoldable.sequence - 1
@@ -209,7 +209,7 @@ class Findings:
 
 
 def evidence_of(log: StoredLog, findings: Collection[Finding]) -> dict[int, Event]:
-    """Return sequence number → event, for the events that these findings of a log name as evidence.
+    """Return sequence number → event, for the events that are evidence of the first breaches of these findings.
 
     Reads the log again, so that the first reading need not keep all events in memory.
     """
@@ -328,7 +328,7 @@ def _remarks(
 
 
 def _retired(retired: Sequence[Retirement]) -> list[str]:
-    """Return remarks on which events were retired, when and why: one for consecutive segments with the same reason."""
+    """Return remarks on retired events, with time and reason. Consecutive segments with one reason share a remark."""
     remarks = []
     for reason, run in itertools.groupby(retired, key=lambda each: each.reason):
         segments = list(run)

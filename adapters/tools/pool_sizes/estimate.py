@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0)
-"""Pool sizes, as multiples of the pool's own."""
+"""Pool sizes, as multiples of the size that the pool really had."""
 _NAMES = {0.5: "half", 1.0: "as it was", 2.0: "twice", 4.0: "4 times", 10.0: "10 times"}
 
 _SMALL = 0.0005
@@ -34,8 +34,8 @@ class Estimate:
     sizes: tuple[PoolSize, ...] = ()
     """Pool sizes in ascending order; empty if there is no estimate."""
     num_tokens_asked: int = 0
-    """Tokens of whole chunks that admitted requests needed and vLLM did not have. An infinite pool that had all chunks
-    from the beginning would have loaded them."""
+    """Tokens that admitted requests needed, that vLLM did not have, and that an infinite pool with all chunks from
+    the beginning would have loaded."""
     num_tokens_loaded: int = 0
     """Tokens that were really loaded."""
     one_of: int = 1

@@ -1,4 +1,4 @@
-"""The order in which chunks were last used, which shows how large a pool must be to still have a chunk.
+"""The order in which chunks were last used. It shows how large a pool must be to still have a chunk.
 
 One pass is enough for pools of every size, because an LRU pool has all chunks that a smaller LRU pool has (R. L.
 Mattson and others, "Evaluation techniques for storage hierarchies", 1970). To limit memory, only a sample of the chunks
@@ -19,7 +19,7 @@ from zlib import crc32
 MAX_KEYS = 65_536
 """Default limit of kept keys: about 12 MB."""
 _MAX_MASK = (1 << 24) - 1
-"""Largest mask. If even the sample of this mask is too large, the keys were made to have equal hashes."""
+"""Largest mask. If it still leaves too many keys in the sample, someone chose keys with equal hashes."""
 _MIN_TREE = 1024
 
 
@@ -81,7 +81,7 @@ class LruStack:
             yield Run(len(self._use_of) - self._num_until(number), sum(1 for _ in run))
 
     def use(self, keys: Iterable[bytes], new: Iterable[bytes] = ()) -> None:
-        """Make the kept and the new keys of a prefix the youngest.
+        """Record a use of a prefix: its kept keys, and the keys in `new`, become the youngest.
 
         Args:
             keys: the prefix's keys that are in the sample, in the order of the prefix.

@@ -64,7 +64,7 @@ class PoolSizes(Visitor[Model]):
     Args:
         model: the reader's model.
         first_sequence: events before this one change the simulated pools, but their tokens are not counted.
-        max_keys: limit of kept keys.
+        max_keys: largest number of keys to keep.
     """
 
     needs = ("lives", "copies", "answers")
@@ -86,7 +86,7 @@ class PoolSizes(Visitor[Model]):
         self._num_sampled = 0
         """Needed tokens in sampled chunks, times `one_of`."""
         self._num_found = [0] * len(FACTORS)
-        """For each pool size, the sampled tokens that a pool of this size would have had."""
+        """For each pool size, the sampled tokens that a pool of this size would have had, times `one_of`."""
 
     def estimate(self) -> Estimate:
         """Return the estimate so far."""
@@ -220,7 +220,7 @@ class PoolSizes(Visitor[Model]):
         return self._grown(sample)
 
     def _grown(self, sample: _Sample) -> _Sample:
-        """Return the sample with newly observed keys, and without keys that are no longer in the sample."""
+        """Add newly observed keys to a sample, remove keys that the present mask leaves out, and return the sample."""
         stack, chain = self._stack, sample.chain
         if sample.mask != stack.mask:
             kept = stack.kept_places(sample.keys)

@@ -46,9 +46,9 @@ class Admissions:
 
     @staticmethod
     def note_not_loaded(account: Account, admission: Admission, load: Load, evidence: tuple[int, ...]) -> None:
-        """Record that the load brought no token.
+        """Record that `load` loaded no token.
 
-        If no load of the present admission failed before, also record that the load's tokens were never computed.
+        If `admission` is the present one and this is its first failure, also record the tokens as never computed.
         """
         first, end = load.first_token, load.first_token + load.num_tokens
         if not admission.not_loaded and admission is account.admission:
@@ -56,14 +56,14 @@ class Admissions:
         admission.not_loaded = _claimed(admission, Span(first, end, Reason.LOAD_FAILED, evidence))
 
     def leave(self, account: Account, fate: OfferFate = OfferFate.WITHDRAWN) -> None:
-        """Record that the request no longer waits or computes. The request's pending offer gets `fate`."""
+        """Close the present admission. Count tokens that are offered, but not claimed, under `fate`."""
         self._settle_answer(account, fate)
         self.give_up_undelivered(account)
         account.admission, account.is_computing = None, False
         account.allocated_without_answer = 0
 
     def end(self, life: Life) -> None:
-        """Detach the loads in flight of a life that has ended. Ranks may report these loads later."""
+        """Separate a life that has ended from its loads in flight. Only the log's sums count these loads later."""
         for load in self._loads_of(life):
             load.ordinal = NEVER
 
@@ -113,7 +113,7 @@ class Admissions:
             account.answer = None
 
     def _note_lookup(self, life: Life, account: Account, event: e.LookupAnswered | e.LookupDeferred) -> None:
-        """Add a lookup to the history, with the reasons of its misses. A repeated lookup only increases a count."""
+        """Add a lookup to the history, with the reasons of its misses. Consecutive equal lookups share one entry."""
         before, account.last_lookup = account.last_lookup, event
         history, sequence = account.history, self._moment.sequence
         if history is None:
@@ -198,7 +198,7 @@ class Admissions:
         num_claimed: int,
         missed: _Spans,
     ) -> Admission:
-        """Count an admission."""
+        """Begin an admission, count its tokens, and return it."""
         mark = life.num_tokens_before_preemption
         num_tokens = num_retained + num_claimed + sum(span.num_tokens for span in missed)
         admission = account.admission = Admission(
@@ -219,9 +219,9 @@ class Admissions:
         return admission
 
     def _date(self, admission: Admission, life: Life, account: Account) -> None:
-        """Count the admission's tokens that were computed before vLLM last reset only its own prefix cache.
+        """Count the admission's tokens that were computed before the last reset of only vLLM's prefix cache.
 
-        These tokens are claimed, or they are in vLLM's prefix cache because another request loaded them.
+        These tokens are claimed, or a load after the reset has brought them back into vLLM's prefix cache.
         """
         size, chunks = self._chunk_size, self._memory.chunks
         if chunks.was_any_loaded_since_reset:
@@ -248,7 +248,7 @@ class Admissions:
 
     @staticmethod
     def start_late(account: Account, admission: Admission, first_token: int) -> None:
-        """Add the tokens between the claimed tokens and `first_token` (of the first step) to `num_elsewhere`."""
+        """If the first step begins after the claimed tokens, count the tokens between as having KV from elsewhere."""
         covered = admission.num_retained + admission.num_claimed
         first_token = min(first_token, admission.num_tokens)
         if first_token <= covered:
@@ -291,7 +291,10 @@ class Admissions:
             self._count_duplicated(life, account, copy, event)
 
     def _count_duplicated(self, life: Life, account: Account, copy: Copy, event: e.LoadIssued) -> None:
-        """Count the tokens that another load in flight also loads. If several loads do, count the largest overlap."""
+        """Count the tokens of a load that another load in flight loads, too.
+
+        If several loads overlap with this load, count the largest overlap.
+        """
         copies = self._model.copies
         others = [other for job_id in sorted(copies.loads) if (other := copies.get(job_id)) and other is not copy]
         shared = (
@@ -309,7 +312,7 @@ class Admissions:
             account.admission.duplicated = most
 
     def _shared(self, life: Life, load: Copy, first_token: int, end_token: int) -> SharedLoad | None:
-        """Return which tokens in this range of the life `load` brings; None if `load` brings none of them."""
+        """Return the tokens of a life, in the given range, that `load` copies. None if there are none."""
         keys = life.keys
         brought = zip(load.chunks, load.keys, strict=False)
         shared = [chunk for chunk, key in brought if chunk < len(keys) and keys[chunk] == key]
@@ -370,7 +373,7 @@ class Admissions:
             )
 
     def give_up_undelivered(self, account: Account) -> None:
-        """Count claimed tokens for which no load was issued."""
+        """Count claimed tokens as not delivered if no load was issued for them."""
         num_tokens, account.undelivered = account.undelivered, 0
         if not num_tokens:
             return
@@ -394,7 +397,7 @@ def _known(life: Life, first_token: int, end_token: int, chunk_size: int) -> ran
 
 
 def _claimed(admission: Admission, span: Span) -> _Spans:
-    """Return the claimed tokens that no load brought, including the tokens of `span`."""
+    """Return the admission's claimed tokens that were not loaded, including the tokens of `span`."""
     first, end = admission.num_retained, admission.num_retained + admission.num_claimed
     clipped = attrs.evolve(span, first_token=max(first, span.first_token), end_token=min(end, span.end_token))
     return replaced(admission.not_loaded, clipped) if clipped.num_tokens > 0 else admission.not_loaded
@@ -410,7 +413,7 @@ _ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name 
 
 
 def is_same_answer(before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred) -> bool:
-    """Whether an answer or deferral of a lookup only repeats the previous one."""
+    """Whether `event` repeats `before`: both are equal answers, or both are deferrals because of the same job."""
     if isinstance(event, e.LookupDeferred):
         return isinstance(before, e.LookupDeferred) and event.job_id == before.job_id
     return isinstance(before, e.LookupAnswered) and bool(_ANSWER(before) == _ANSWER(event))

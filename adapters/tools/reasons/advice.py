@@ -41,14 +41,15 @@ _TEXTS: Final[Mapping[str, str]] = {
 }
 _SMALLER_CHUNKS = "a smaller `chunk_size` leaves fewer tokens after the last whole chunk"
 _BY_RESETS: Final = frozenset({Reason.RESET, Reason.STALE})
-"""Reasons of tokens that were preempted by a cache reset, and not because blocks were short."""
+"""Reasons of tokens whose request was preempted by a cache reset, and not because blocks ran out."""
 _LEAST_SHARE: Final = 0.1
-"""Smallest share of the computed tokens for which a reason gets advice, and of the time for which preemptions do."""
+"""Smallest share of the computed tokens with which a reason gets advice. Preemptions get advice if requests spent at
+least this share of the time preempted."""
 _LEAST_QUEUED: Final = 0.5
-"""Smallest share of the time for which the queue gets advice."""
+"""The queue gets advice if requests spent at least this share of their time in it."""
 _LEAST_WAIT_NS: Final = 100_000_000
-"""Smallest time per request, in nanoseconds, for which the queue gets advice. A shorter one may be the load of the
-first step, which counts as queued, too."""
+"""The queue gets advice if requests spent at least this time in it, in nanoseconds per request. A shorter time may be
+the load before the first step, which counts as queued time, too."""
 
 
 def advice(

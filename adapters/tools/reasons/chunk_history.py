@@ -15,8 +15,8 @@ import msgspec
 from kvledger.lifecycle.reader import Life
 
 MAX_GONE = 131_072
-"""Number of chunks to remember that are neither saved nor being saved. Up to an eighth more are kept, because removing
-many costs as much as removing one."""
+"""Number of chunks to remember although they are neither saved nor being saved. Up to an eighth more are kept, because
+removing many costs as much as removing one."""
 
 
 class ChunkStatus(enum.StrEnum):
@@ -36,7 +36,7 @@ class ChunkStatus(enum.StrEnum):
 
 
 class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The latest event about a chunk."""
+    """What one event says about a chunk: its status after the event, and who or what caused it."""
 
     status: ChunkStatus
     sequence: int
@@ -49,7 +49,7 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
     detail: str = ""
     """Error or reason, as recorded."""
     cause: int = 0
-    """Sequence number of the observation that caused the event. The observation has the time."""
+    """Sequence number of the observation that caused the event. The observation's time is also the event's time."""
     earlier: ChunkFact | None = None
     """Earlier fact about the chunk, if the chunk's history keeps it."""
 
@@ -58,7 +58,7 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self if earlier is self.earlier else msgspec.structs.replace(self, earlier=earlier)
 
     def settled(self, status: ChunkStatus, sequence: int, cause: int, detail: str = "") -> ChunkFact:
-        """Return the fact that replaces this fact about a save: the save has completed or failed."""
+        """Return the fact that replaces this fact when its save has completed or failed."""
         earlier = None if status is ChunkStatus.SAVED else self.earlier
         return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
 
@@ -102,16 +102,16 @@ class ChunkHistory:
                 self._put(key, ChunkFact(ChunkStatus.KNOWN, sequence, request_id, ordinal))
 
     def forget_known(self, keys: Iterable[bytes], request_id: str) -> None:
-        """Forget keys of a request that ended without computing their chunks."""
+        """Forget keys of a request that ended before it computed the chunks with these keys."""
         for key in keys:
             fact = self._state.gone.get(key)
             if fact is not None and fact.status is ChunkStatus.KNOWN and fact.request_id == request_id:
                 del self._state.gone[key]
 
     def known_again(self, keys: Iterable[bytes], since: int, sequence: int, life: Life) -> None:
-        """Replace facts about unsaved chunks if these facts are older than event `since`.
+        """Record that a life has computed these chunks.
 
-        The given life has computed the chunks.
+        This replaces facts about unsaved chunks if the facts are older than the event `since`.
         """
         for key in keys:
             fact = self._state.gone.get(key)
@@ -154,7 +154,7 @@ class ChunkHistory:
                 self._put(key, before.settled(status, sequence, cause, error))
 
     def declined(self, keys: Iterable[bytes], num_chunks: int, fact: ChunkFact) -> None:
-        """Record that the first `num_chunks` of the chunks that are not in the pool were not saved."""
+        """Record that some chunks were not saved: the first `num_chunks` that are neither saved nor being saved."""
         for key in keys:
             if num_chunks == 0:
                 break
@@ -170,7 +170,7 @@ class ChunkHistory:
         self._put(key, fact.after(before if is_saved else None))
 
     def reset(self, sequence: int) -> None:
-        """Record that chunks in the pool and chunks being saved are stale."""
+        """Record a cache reset: chunks in the pool and chunks being saved are stale."""
         self._state.loaded_since.clear()
         for key, before in tuple(self._state.in_pool.items()):
             earlier = before.after(None)
@@ -192,7 +192,10 @@ class ChunkHistory:
         return bool(self._state.loaded_since)
 
     def reset_after(self, key: bytes) -> int:
-        """Return the sequence number of vLLM's last prefix cache reset that the chunk survived in the pool; 0: none."""
+        """Return the sequence number of the last reset of only vLLM's prefix cache since this chunk was computed.
+
+        0 if there was no such reset, or if the chunk has left the pool.
+        """
         return self._state.before_reset.get(key, 0)
 
     def loaded(self, keys: Iterable[bytes]) -> None:
@@ -201,12 +204,15 @@ class ChunkHistory:
         self._state.loaded_since.update((key, before_reset[key]) for key in keys if key in before_reset)
 
     def reset_before_load(self, key: bytes) -> int:
-        """Return the sequence number of the last reset that this chunk survived before it was loaded; 0: none."""
+        """Return the sequence number of the last reset if this chunk survived it and was loaded later; otherwise 0."""
         return self._state.loaded_since.get(key, 0)
 
     @property
     def has_forgotten(self) -> bool:
-        """Whether chunks that left the pool before the last gap would be forgotten by now, even without the gap."""
+        """Whether facts were dropped, for lack of room, after the last gap in the log.
+
+        Without the gap, facts from before the gap would have been dropped first.
+        """
         return self._state.has_forgotten
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Finds in steps and rollbacks the tokens that are computed again. Their reasons come from the request's admission."""
+"""Finds in steps and rollbacks which tokens are computed again. Their reasons come from the request's admission."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _OF_ALL: dict[str, Reason] = {
     MissReason.QUARANTINED: Reason.QUARANTINED,
     MissReason.LOAD_FAILED: Reason.LOAD_FAILED,
 }
-"""Miss reason of an answer → reason of all its tokens, because the request computes them whatever is in the pool."""
+"""Miss reason of an answer → reason of the tokens that the request then computes, even if the pool has them."""
 
 
 @attrs.define
@@ -65,7 +65,7 @@ class Explainer:
     ) -> tuple[Span, ...]:
         """Return the reasons of tokens for which the log has no lookup.
 
-        The reason is `reason`, except for tokens that no cache could have spared.
+        Each token gets `reason`, except for tokens that no cache could have provided.
         """
         last = num_tokens - 1
         after_hit = _AfterHit(self, life, account, sequence, None, reason)
@@ -110,7 +110,7 @@ class _AfterHit:
     instead: Reason | None = None
 
     def spans(self, first_token: int, end_token: int) -> Iterator[Span]:
-        """Yield the reasons of these tokens."""
+        """Yield the tokens from `first_token` to before `end_token`, with their reasons."""
         at = first_token
         num_tokens = end_token + 1 if self.answer is None else self.answer.num_tokens
         while at < end_token:
@@ -195,7 +195,7 @@ class _AfterHit:
         return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
 
     def _miss_reason_of(self, first_token: int) -> str:
-        """Return the answer's miss reason if the token is in the first chunk after the hit; else empty."""
+        """Return the answer's miss reason if the token is in the first chunk after the hit; otherwise an empty text."""
         size = self.explainer.configuration.chunk_size
         is_first = self.answer is not None and first_token // size == self.answer.num_hit_tokens // size
         return self.answer.miss_reason if self.answer is not None and is_first else ""
@@ -242,7 +242,7 @@ class _AfterHit:
         return fact.request_id == life.request_id and (fact.ordinal == life.ordinal or is_unnamed)
 
     def _not_copied(self, first_token: int, end_token: int) -> Span:
-        """Explain tokens after the last whole chunk that were computed before the preemption but not saved."""
+        """Return the reason of tail tokens that were computed before the preemption, but not saved."""
         size = self.explainer.configuration.chunk_size
         if self.answer is not None and first_token // size > self.answer.num_hit_tokens // size:
             return Span(first_token, end_token, Reason.BEHIND_GAP, (self.sequence,))
@@ -292,15 +292,15 @@ class _AfterRecordedHit(_AfterHit):
         return Reason.RESET_UNSAVED if self._state.reset_at > known_at else Reason.EVICTED_UNSAVED
 
     def _is_being_computed(self, first_token: int, fact: ChunkFact) -> bool:
-        """Whether the request that had the key first has not computed the chunk yet."""
+        """Whether another life had the chunk's key first, and has not computed the whole chunk yet."""
         lives, size = self.explainer.memory.model.lives, self.explainer.configuration.chunk_size
         first = None if self._is_own(fact) else lives.of(fact.ordinal)
         return first is not None and lives.num_computed_tokens(first) < (first_token // size + 1) * size
 
     def _is_whole_unit(self, first_token: int) -> bool:
-        """Whether the connector has the whole unit to which the chunk belongs. The unit's last chunk decides this.
+        """Whether the connector has the whole unit to which the chunk belongs.
 
-        A unit is the number of tokens that the connector matches at a time.
+        A unit is a run of chunks that the connector finds together. The connector has a unit if it has the last chunk.
         """
         keys, size = self.life.keys, self.explainer.configuration.chunk_size
         num_chunks = self._state.unit_tokens // size
@@ -312,7 +312,7 @@ class _AfterRecordedHit(_AfterHit):
 
 
 def _after_gaps(spans: Iterable[Span]) -> Iterator[Span]:
-    """Replace the reason of chunks after the first missing chunk, because no lookup reaches them."""
+    """Give available chunks after the first missing chunk the reason `BEHIND_GAP`, because no lookup reaches them."""
     is_after_gap = False
     for span in spans:
         is_in_reach = span.reason in _IN_REACH

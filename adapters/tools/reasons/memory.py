@@ -18,18 +18,18 @@ from kvledger.lifecycle.reader import NEVER, Life, Model
 
 @attrs.define
 class Tail:
-    """The part-filled last chunk of a preempted request, and the latest fact about its copy."""
+    """The tail of a preempted request, and the latest fact about the save of this tail."""
 
     first_token: int
     end_token: int
     fact: ChunkFact
     before_reset: int = 0
-    """Sequence number of the last reset of only vLLM's own prefix cache after the chunk was computed; 0: none."""
+    """Sequence number of the last reset of only vLLM's prefix cache since the tail was computed; 0: no such reset."""
 
 
 @attrs.define
 class Answer:
-    """An answered lookup that no allocation has claimed."""
+    """An answered lookup. vLLM has not allocated blocks for the request since the answer."""
 
     sequence: int
     event: e.LookupAnswered
@@ -57,10 +57,10 @@ class Account:
     tail: Tail | None = None
     answer: Answer | None = None
     last_lookup: e.LookupAnswered | e.LookupDeferred | None = None
-    """Last answer or deferral since the request got blocks; None: no lookup since then."""
+    """Latest answer or deferral since the request last got blocks; None: no lookup since then."""
     admission: Admission | None = None
     allocated_without_answer: int = 0
-    """Sequence number of an allocation without a lookup. The next step completes the admission."""
+    """Sequence number of an allocation without a preceding lookup; 0: none. The next step completes the admission."""
     is_computing: bool = False
     """Whether a step has scheduled the request since its admission."""
     started_at: int = 0
@@ -82,9 +82,9 @@ class Account:
     load_failed: tuple[int, ...] = ()
     """Sequence numbers of the last `load.failed` and of its cause. Empty again when a step starts the request."""
     computed_end: int = 0
-    """First token after the tokens that were computed since the admission, as far as steps record them."""
+    """End of the tokens that were computed since the admission. Steps that do not list the request are left out."""
     taken_back_from: int = 0
-    """Number of tokens that the request had computed when the scheduler took some of them back."""
+    """Number of tokens that the request had computed when the scheduler took some of them back; 0: none taken back."""
     never_computed: tuple[int, int] = (0, 0)
     """`(first, end)` of tokens that were claimed, and then neither loaded nor computed."""
     taken_back: tuple[int, ...] = ()
@@ -145,7 +145,10 @@ class Memory:
         return account
 
     def num_held_blocks(self, *, with_lost_by: Life | None = None) -> int:
-        """Return how many blocks all requests hold; 0 if events are missing or a group of layers has a window."""
+        """Return how many blocks all requests hold, plus those that `with_lost_by` has lost since the last step.
+
+        0 if events are missing or a group of layers has a window.
+        """
         if self.state.is_blind or self.model.layout.has_windows:
             return 0
         return self.model.tables.num_held(with_lost_by=with_lost_by)

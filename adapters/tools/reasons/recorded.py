@@ -1,4 +1,4 @@
-"""Finds in a recorder's log which chunks the recorded connector gave to its workers, saved and offered.
+"""Finds in a recorder's log which chunks the recorded connector's workers saved, and which chunks it offered.
 
 A recorded connector does not report evictions, and it divides tokens in its own way. The log therefore shows less about
 its chunks than about kvledger's own chunks. If a copy cannot be assigned to tokens, the reasons are less precise.
@@ -19,8 +19,8 @@ from kvledger.lifecycle.ranges import MAX_INT64
 from kvledger.lifecycle.reader import Life, Model, marked, num_intact_tokens
 
 MAX_UNDER_WAY = 4096
-"""Number of jobs in flight to remember. A connector may never report the end of a job. The oldest jobs are forgotten,
-and their chunks stay `SAVING`."""
+"""Number of jobs in flight to remember. A connector may never report the end of a job. If there are more jobs, the
+oldest are forgotten, and their chunks stay `SAVING`."""
 
 
 class Save(msgspec.Struct):
@@ -45,7 +45,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     has_prefix_cache: bool = False
     """Whether vLLM's own prefix cache is on."""
     unit_tokens: int = 0
-    """Tokens that the connector matches at a time; 0: unknown."""
+    """Number of tokens that the connector saves or finds together; 0: unknown."""
     reset_at: int = 0
     """Sequence number of the last event that emptied vLLM's prefix cache; 0: none."""
     saves: dict[str, list[Save]] = {}
@@ -63,7 +63,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RecordedChunks:
-    """Part of `Accounts` that gets a recorder's events, and the events that end copies of the recorded connector."""
+    """Part of `Accounts` that gets a recorder's events, and other events about the recorded connector's chunks."""
 
     def __init__(self, model: Model, chunks: Callable[[], ChunkHistory], state: Callable[[], State]) -> None:
         self._model, self._moment = model, model.moment
@@ -131,7 +131,7 @@ class RecordedChunks:
             self._state().lacks_saves = True
 
     def _places(self, copy: payloads.Transferred, life: Life) -> list[int] | None:
-        """Return the numbers of the chunks that a save reads; None if the request's table lacks a block of the save."""
+        """Return the numbers of the chunks that a save reads; None if the request lacks a block that the save reads."""
         table: Sequence[int] = self._model.tables.of(life.ordinal) or self._model.tables.lost_by(life)
         if not table:
             first, end = copy.first_block, copy.first_block + len(copy.block_ids)
@@ -198,7 +198,7 @@ class RecordedChunks:
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
-        """For unsaved chunks that the request has computed, replace facts that are older than the last reset."""
+        """Record unsaved chunks of the request as computed again, if their facts are older than the last reset."""
         state, life = self._state(), self._moment.life
         if life is None or not state.reset_at or not state.is_recorder:
             return

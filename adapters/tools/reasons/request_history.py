@@ -26,10 +26,10 @@ class SharedLoad:
     job_id: int
     request_id: str
     sequence: int
-    """Sequence number of its `load.issued`."""
+    """Sequence number of the load's `load.issued`."""
     first_token: int = 0
     end_token: int = 0
-    """`first_token` to before `end_token`: the tokens that both requests need."""
+    """Both requests need the tokens from `first_token` to before `end_token`."""
 
 
 @attrs.define
@@ -42,14 +42,14 @@ class Lookup:
     spans: tuple[Span, ...]
     num_times: int = 1
     awaited: SharedLoad | None = None
-    """The load of the same tokens for which the lookup was deferred."""
+    """The load because of which the lookup was deferred, if it loads tokens of this lookup; otherwise None."""
     num_held: int = 0
     """Blocks that all requests held at the first lookup; 0 if unknown."""
 
 
 @attrs.define
 class Admission:
-    """Blocks for a waiting request: which of its tokens vLLM has, which will be loaded, and which must be computed."""
+    """An admission: which of the request's tokens vLLM has, which will be loaded, and which must be computed."""
 
     sequence: int
     """Sequence number of `blocks.allocated`, or of the step if the log has no allocation."""
@@ -61,21 +61,21 @@ class Admission:
     mark: int
     """Number of tokens that had been computed before a preemption."""
     spans: tuple[Span, ...] = ()
-    """Tokens left to compute. A failed load or a rollback later adds tokens."""
+    """Tokens left to compute. If a load fails or tokens are rolled back later, these tokens are added."""
     missed: tuple[Span, ...] = ()
     """Tokens that were left to compute when the request got blocks."""
     not_loaded: tuple[Span, ...] = ()
-    """Claimed tokens that no load brought."""
+    """Claimed tokens that were not loaded."""
     num_elsewhere: int = 0
-    """Tokens that had KV when the first step began, but neither from vLLM's prefix cache nor from this connector."""
+    """Tokens that had KV when the first step began. The KV came from neither vLLM's prefix cache nor this connector."""
     is_started: bool = False
     job_id: int = 0
     duplicated: SharedLoad | None = None
-    """The load in flight that shared the most tokens with this admission's load when that load was issued."""
+    """The load that was in flight when this admission's load was issued, and shared the most tokens with it."""
     num_before_reset: int = 0
     """Claimed tokens that were computed before a reset of only vLLM's own prefix cache."""
     num_retained_before_reset: int = 0
-    """Tokens in vLLM's prefix cache that were computed before a reset of it, and loaded by another request later."""
+    """Tokens in vLLM's prefix cache that were computed before a reset of this cache and loaded again after it."""
     reset_sequence: int = 0
     """Sequence number of the last reset to which `num_before_reset` and `num_retained_before_reset` refer; 0: none."""
     num_held: int = 0

@@ -46,7 +46,7 @@ def _same(one: Span, other: Span) -> bool:
 
 
 def within(spans: Sequence[Span], first_token: int, end_token: int) -> Iterator[Span]:
-    """Yield the parts of the spans in a range. Tokens in it that no span covers get the reason `UNKNOWN`."""
+    """Yield the parts of the spans in a range. Tokens of the range that no span covers get the reason `UNKNOWN`."""
     at = first_token
     for span in spans:
         first, end = max(span.first_token, at), min(span.end_token, end_token)

@@ -40,7 +40,7 @@ class LoadFate(enum.StrEnum):
 
 @attrs.define
 class Sums:
-    """Tokens, counted since the log was opened. `Accounts.sums` adds tokens whose fate is undecided."""
+    """Token counts of one life, or of a log. `Accounts.sums` adds the tokens whose fate is undecided."""
 
     num_admissions: int = 0
     num_needed: int = 0
@@ -48,7 +48,7 @@ class Sums:
     num_retained: int = 0
     """Tokens found in vLLM's own prefix cache."""
     num_claimed: int = 0
-    """Tokens to be loaded, counted at admissions."""
+    """Claimed tokens, counted at admissions."""
     num_elsewhere: int = 0
     """Tokens that had KV when the first step began, from another connector or from a local prefix given as blocks."""
     missed: Counter[Reason] = attrs.field(factory=Counter)
@@ -56,7 +56,7 @@ class Sums:
     num_offered: int = 0
     offered: Counter[OfferFate] = attrs.field(factory=Counter)
     num_to_load: int = 0
-    """Tokens to be loaded, counted when a load is issued, or when claimed tokens get no load."""
+    """Tokens to be loaded, counted when their load is issued, or when it is clear that no load follows."""
     to_load: Counter[LoadFate] = attrs.field(factory=Counter)
     num_duplicated: int = 0
     """Tokens to be loaded that another load in flight was already loading."""
@@ -69,7 +69,7 @@ class Sums:
     """Reason → tokens computed again without a preemption, because the scheduler took them back."""
 
     def misses(self) -> Counter[Reason]:
-        """Return reason → all tokens that the cache did not bring to an admission."""
+        """Return reason → number of all tokens that admissions did not get from the cache."""
         misses = Counter(self.missed)
         misses[Reason.LOAD_FAILED] += self.to_load[LoadFate.FAILED]
         misses[Reason.NOT_DELIVERED] += self.to_load[LoadFate.NOT_DELIVERED]

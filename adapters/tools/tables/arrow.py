@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROWS_PER_GROUP: Final = 64 * 1024
 """Rows in a row group of a Parquet file."""
 _ROWS_PER_BATCH: Final = 8 * 1024
-"""Number of rows to keep as Python objects, which take about ten times the memory of Arrow data."""
+"""Maximum number of rows to keep as Python objects, which take about ten times the memory of Arrow data."""
 
 
 def arrow_schema(table: Table) -> pa.Schema:
@@ -62,7 +62,7 @@ class Batches:
             self.flush()
 
     def flush(self) -> None:
-        """Pass the rows that were added after the last batch to `take`."""
+        """Pass to `take` the rows that were added after the last batch."""
         import pyarrow as pa  # noqa: PLC0415
 
         if not self._rows:

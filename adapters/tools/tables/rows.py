@@ -105,7 +105,7 @@ class _Evictions(Visitor[Model]):
 
 
 class _Reasons(Accounts):
-    """Makes rows with the tokens by reason, for each life that ends in the selected part or is open at its end.
+    """Makes rows with the tokens by reason, for each life that ends in the selected part or is open at the part's end.
 
     A life's rows count the tokens of the whole life, as far as the log was read.
     """

@@ -100,7 +100,7 @@ class ReasonRow:
 
 @attrs.frozen(kw_only=True)
 class ViolationRow:
-    """A broken rule."""
+    """A breach of a rule, or a rule that has only breaches without rows."""
 
     sequence: int | None
     time_ns: int | None
@@ -131,7 +131,7 @@ def _text(name: str, meaning: str, value: str = "") -> Column:
 
 
 def _of(kind: type, name: str) -> _Value:
-    """Return a function that gets a field of a lookup's answer. The function returns None for another class."""
+    """Return a function that gets a field of a lookup's answer, or None if the answer is not of the class `kind`."""
     return lambda lookup: getattr(lookup.answer, name) if isinstance(lookup.answer, kind) else None
 
 
@@ -159,7 +159,7 @@ _ORDINAL = _int(
 )
 _GENERATION = _int(
     "generation",
-    "how often the life was preempted, rolled back to 0 tokens, or continued with a session's next turn until `time`",
+    "how often, up to `time`, the life was preempted, rolled back to 0 tokens, or continued with a session's next turn",
 )
 
 _REQUESTS = Table(
@@ -171,7 +171,7 @@ _REQUESTS = Table(
         _int("ordinal", "number of the life in the order of arrivals, from 0; unique in a log"),
         _int(
             "first_running_ns",
-            "time at which every prompt token was first computed or in a step in flight; null: never in the log",
+            "first time at which all prompt tokens were computed or in a step in flight; null: never in the log",
         ),
         _int("finished_ns", "time at which vLLM finished the request; null: not in the log", "summary.finished_ns"),
         _int(

@@ -1,4 +1,4 @@
-"""Bytes: whether loads bring the bytes that were saved."""
+"""Bytes: whether loaded pages have the bytes that were saved."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.records import Life
 
 MAX_PAGES = 1 << 16
-"""Number of pages whose saved digests are remembered; the oldest are forgotten first."""
+"""Maximum number of pages whose saved digests are remembered. The oldest are forgotten first."""
 _MAX_UNKNOWN = 1 << 16
-"""Number of chunks remembered as saved without digests. If there are more, all saves are forgotten."""
+"""Maximum number of chunks remembered as saved without digests. If there are more, all saves are forgotten."""
 _MAX_ENDED = 1 << 10
-"""Number of ended lives whose keys are remembered, because a connector may save their pages later."""
+"""Maximum number of ended lives whose keys are remembered, because a connector may save their pages later."""
 _MAX_IMAGES = 16
 """A page with more different digests than this is not judged: each computation may give different last bits."""
 
@@ -40,7 +40,7 @@ class _OfLife(msgspec.Struct):
 
 
 class BytesUnchanged(Checker):
-    """BYTES_UNCHANGED: a load brings the bytes that were saved for its tokens, and a full block does not change.
+    """BYTES_UNCHANGED: a loaded page has the bytes that were saved for its tokens, and a full block does not change.
 
     Verifies: if the log has digests (`pages.digested`), a loaded page has the digest of a page that was saved after the
     last reset, for the same chunk, position, group and rank. The loaded page is checked in host memory before the load,

@@ -18,8 +18,8 @@ class EvictIdleOnly(Checker):
     """EVICT_IDLE_ONLY: a chunk is not evicted while a load reads it.
 
     Verifies: no load in flight reads a slot that an evicted chunk gives up.
-    Does not verify: taints and resets, which remove chunks even if a load reads them; chunks that a pending answer
-    promised (HIT_PINNED).
+    Does not verify: taints and resets, which remove chunks even if a load reads them; chunks that an answer promised
+    (HIT_PINNED).
     """
 
     rule = "EVICT_IDLE_ONLY"
@@ -65,7 +65,8 @@ class EvictIdleOnly(Checker):
 class HitPinned(Checker):
     """HIT_PINNED: chunks that a pending answer promised are not evicted.
 
-    An answer promises all chunks up to the end of the offered tokens.
+    An answer promises all chunks up to the end of the offered tokens. It is pending until it is claimed, replaced or
+    withdrawn.
 
     Verifies: no evicted chunk was promised by an answer that is still pending.
     Does not verify: taints and resets, which remove chunks even if they are promised.
@@ -124,7 +125,7 @@ class PinBalance(Checker):
         """(sequence number, settled tokens) of the last preemption. A declined tail ends with these tokens."""
 
     def visits(self) -> Visits:
-        """Return pairs (event class, method); none if a group has a window, because the rule is not checked then."""
+        """Return pairs (event class, method). If a group has a window, return no pairs: the rule is not checked."""
         return [] if self.layout.has_windows else super().visits()
 
     @on(e.RequestPreempted)
@@ -169,9 +170,9 @@ class EvictionOrder(Checker):
     """EVICTION_ORDER: of the chunks that may be evicted, the least recently used one is evicted first.
 
     Each use of a prefix makes its chunks the most recently used ones. The first chunk of the prompt counts as the most
-    recent of them, so a chunk is never evicted before the chunks that follow it. A pending answer, a preempted request
-    or a copy in flight may hold a prefix, whose chunks are then not evicted. When a hold ends, this counts as a use of
-    the prefix:
+    recent of them, so a chunk is never evicted before the chunks that follow it. An answer, a preempted request or a
+    copy in flight can hold a prefix, whose chunks are then not evicted. The end of a hold counts as a use of the
+    prefix. There are three kinds of holds:
 
     - An answer holds the prefix that it promised, until the answer is claimed, replaced or withdrawn.
     - A preempted request holds the prefix that it waits for, until the request gets blocks or ends.
@@ -180,9 +181,9 @@ class EvictionOrder(Checker):
     When a request is preempted or ends, this counts as a use of all of its chunks.
 
     Verifies: whenever a chunk is evicted, the pool has no less recently used chunk that might have been evicted
-    instead. An event evicts its chunks in the order in which it lists them. Chunks of a held prefix, and settled chunks
-    of the request for whose save chunks are evicted, must not be evicted. The rule is broken if such a settled chunk is
-    evicted, or a chunk of a prefix that a copy in flight holds.
+    instead. An event evicts its chunks in the order in which it lists them. Chunks of a held prefix must not be
+    evicted. A request's save must not evict settled chunks of the same request. The rule is broken if such a settled
+    chunk is evicted, or a chunk of a prefix that a copy in flight holds.
     Does not verify: evicted chunks that were promised, waited for or read (HIT_PINNED, WAITING_KEPT, EVICT_IDLE_ONLY);
     whether so many evictions were needed; the order of uses before the audit's start. The rule is not checked if an
     extension chooses which chunks are evicted last.

@@ -58,7 +58,7 @@ class ToldAsDecided(Checker):
         self._num = dict.fromkeys(_COUNTED, 0)
         """Field of `HooksExchanged` → number in the log since the last `hooks.exchanged`."""
         self._first = 0
-        """Sequence number of the first event that was counted; 0: none."""
+        """Sequence number of the first event counted in `_num`; 0 if no event was counted."""
         self._answers: dict[str, e.LookupAnswered | e.LookupDeferred] = {}
         """Request id → the last decision about its lookup since the last `hooks.exchanged`."""
         model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._answers)

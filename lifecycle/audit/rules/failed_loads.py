@@ -22,8 +22,8 @@ class _Load:
     block_ids: tuple[int, ...]
     failed_at: int = 0
     reported_late_at: int = 0
-    """Sequence number of a failure that vLLM learns only later, when blocks of the load are reported as not filled;
-    0: none. Until that report, vLLM may schedule the request."""
+    """Sequence number of the load's failure, if vLLM learns of it only when blocks of the load are reported as not
+    filled; otherwise 0. Until that report, vLLM may schedule the request."""
 
 
 class RollbackObserved(Checker):
@@ -171,10 +171,10 @@ class FailedLoadTaint(Checker):
         """Request id → tokens that its last lookup found in vLLM's prefix cache; recorded only while a block is
         unfilled."""
         self._hits: list[tuple[str, int, Sequence[int]]] = []
-        """(request id, sequence number of the allocation, blocks that the request got as computed), until its next
+        """(request id, sequence number of the allocation, blocks that the request got as computed), until the next
         step."""
         self._spoilt: dict[int, int] = {}
-        """Job id of a save in flight → sequence number of the failure of a load on which its source blocks rely."""
+        """Job id of a save in flight → sequence number of a load's failure. The save's blocks rely on this load."""
         self._relied_on: dict[int, tuple[Sequence[int], int]] = {}
         """Job id of a save in flight → (block table of the request when the save was issued, number of pages in the
         table up to the save's end)."""

@@ -33,7 +33,7 @@ class LoadDstExclusive(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._named: set[int] = set()
-        """Loads in flight during which their request has computed tokens; each load is reported once."""
+        """Loads in flight that were reported because their request computed tokens, so that each is reported once."""
 
     @on(e.BlocksAllocated)
     def _check_given(self, event: e.BlocksAllocated) -> None:
@@ -113,12 +113,12 @@ class LoadXorStores(Checker):
 
     A save that reads a block during a load might copy what the block had before the load.
 
-    Verifies: no load in flight of the same request, and no asynchronous load of any request, fills a block that a save
-    reads. Blocks that the save's request has just lost are checked too. A save before its step's forward may read the
-    blocks of loads that begin in the same step, because the save precedes these loads. A save that is decided after a
-    step may read the blocks of loads within that step, because the save follows these loads.
+    Verifies: no load in flight for the save's own request, and no asynchronous load for any request, fills a block that
+    a save reads. Blocks that the save's request has just lost are checked too. A save before its step's forward may
+    read the blocks of loads that begin in the same step, because the save precedes these loads. A save that is decided
+    after a step may read the blocks of loads within that step, because the save follows these loads.
     Does not verify: saves of other requests that share a block which is loaded within a step; loads that begin while a
-    save is in flight, which do no harm if the load and the save have no block in common.
+    save is in flight. Such a load does no harm if it has no block in common with the save.
     """
 
     rule = "LOAD_XOR_STORES"
@@ -153,7 +153,7 @@ class NewBlockExclusive(Checker):
     table fills them.
 
     Verifies: at the first step after an allocation, and at each step that extends a table, no other request with
-    computed tokens has one of the new blocks, whether it got the block earlier or in the same step.
+    computed tokens has one of the new blocks. The other request may have got the block earlier or in the same step.
     Does not verify: groups with a window and requests whose load has failed, because vLLM frees their blocks without a
     hook; blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests. If the audit begins in the middle of a
     log, allocations before that point are not verified, and neither are blocks of the prefix cache until the next step.

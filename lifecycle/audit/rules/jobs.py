@@ -146,9 +146,9 @@ class RankAgreement(Checker):
 class Liveness(Checker):
     """LIVENESS: workers are asked about an overdue copy, and the copy fails if it stays unreported.
 
-    A job is overdue more than `max_silent_steps` steps and more than `max_silent_ms` milliseconds after its issue. The
-    counts of steps and milliseconds restart when a step has to wait for the job because the job's blocks were taken,
-    and when the workers are asked about the job for the first time.
+    A job is overdue if more than `max_silent_steps` steps and more than `max_silent_ms` milliseconds have passed since
+    the job was issued. Both counts restart when a step has to wait for the job because the job's blocks were taken, and
+    when the workers are asked about the job for the first time.
 
     Verifies: if a job is overdue at a step, then before the next step it is settled, or the workers are asked about it.
     If the workers had been asked about the job before, it is settled, for example because kvledger gives it up.
@@ -223,11 +223,11 @@ class DeliveredOnce(Checker):
         self._waiting: dict[int, str] = {}
         """Ordinal of a life that waits for the end of a load → "received" or "failed"; empty: the load is not over."""
         self._load_of: dict[int, int] = {}
-        """Ordinal of a life in `_waiting` → job id of that load. An earlier load of the life may still be reported."""
+        """Ordinal of a life in `_waiting` → job id of the load. Reports of the life's earlier loads do not count."""
         self._kept: set[int] = set()
         """Ordinals of ended lives whose blocks vLLM keeps for a copy."""
         self._loads: dict[int, tuple[int, ...]] = {}
-        """Job id of a load within a step that was not handed out → its blocks."""
+        """Job id of a load within a step → its blocks, until the load is handed out or reported."""
         self._unfilled: set[int] = set()
         self._held: set[int] = set()
         """Ordinals of ended lives whose blocks kvledger asked vLLM to keep."""
@@ -237,7 +237,7 @@ class DeliveredOnce(Checker):
         self._claimed_for = e.NO_LIFE
         """Ordinal of the life for which the current hook issued a load."""
         self._is_own = False
-        """Whether the log is of kvledger's own connector. A recorder records an end only when vLLM has it."""
+        """Whether the log is of kvledger's own connector. A recorder records an end only when vLLM gets it."""
         self._is_over = False
 
     def begin(self) -> None:

@@ -10,7 +10,7 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 
 MAX_KEYS = 1 << 16
-"""Number of keys that are remembered; the oldest are forgotten first."""
+"""Maximum number of keys that are remembered. The oldest are forgotten first."""
 _PREFIX_BYTES = 4
 """Bytes of each hash in `ChunkKeysObserved.hash_prefixes`."""
 
@@ -38,7 +38,8 @@ class KeyIdentity(Checker):
         super().__init__(model)
         self._known: OrderedDict[bytes, tuple[int, bytes, bytes, int]] = OrderedDict()
         """Key → (chunk number, key of the chunk before it, first bytes of vLLM's hash of the chunk's last block,
-        sequence number of the event that first recorded the key). Empty: no chunk before it, or hash not known."""
+        sequence number of the event that first recorded the key). For chunk 0, the key of the chunk before it is empty.
+        The hash is empty if it is not known."""
 
     @on(e.ChunkKeysObserved)
     def _observed(self, event: e.ChunkKeysObserved) -> None:
@@ -99,7 +100,7 @@ def _wrong_hash(event: e.ChunkKeysObserved, key: bytes, prefix: bytes, known_pre
 class ResetEpoch(Checker):
     """RESET_EPOCH: nothing that was cached before a reset is offered after it.
 
-    Verifies: every chunk of an answered hit, and the tail at its end, was saved by a save that was both issued and
+    Verifies: every chunk of an answer's hit, and the tail at its end, was saved by a save that was both issued and
     completed after the last reset. A request that had computed tokens at the reset saves nothing until it begins anew,
     for example after a preemption. A session's next turn is no new beginning.
     Does not verify: data that survives a reset and is never offered; the engine's own prefix cache; loads that were in

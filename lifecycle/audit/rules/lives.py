@@ -90,8 +90,8 @@ class GenIsolation(Checker):
     about its lost blocks (saves, declined saves, and evictions for these saves) name the generation before the
     preemption.
     Does not verify: releases of requests (RELEASE_ALL); decisions of extensions; that an event of another generation
-    leaves the request's state unchanged, for which every audit compares it with reference state machines; that the
-    bytes went to the blocks of the right generation.
+    leaves the request's state unchanged (every audit compares it with reference state machines); that the bytes went to
+    the blocks of the right generation.
     """
 
     rule = "GEN_ISOLATION"

@@ -15,8 +15,9 @@ class LookupPure(Checker):
 
     Verifies: of every answer:
 
-    - An answer offers max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens) tokens. With
-      sliding windows it may offer fewer tokens. It offers 0 tokens if vLLM's own prefix hit ends inside a block.
+    - An answer offers max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens) tokens. If the
+      request is quarantined or must compute tokens first, or if a load would be slower, no part is usable. With sliding
+      windows an answer may offer fewer tokens. It offers 0 tokens if vLLM's own prefix hit ends inside a block.
     - With one group of layers, an answer is asynchronous if and only if the settings in the log's header demand an
       asynchronous load for the number of offered tokens. With several groups, every answer that offers tokens is
       asynchronous. An answer of 0 tokens is never asynchronous.
@@ -36,7 +37,7 @@ class LookupPure(Checker):
         super().__init__(model)
         self._asked: tuple[int, e.LookupRequested | None] = (0, None)
         self._answered: dict[str, tuple[int, tuple[object, ...], tuple[int, int]]] = {}
-        """Request id → (sequence number, everything on which the answer may depend, the answer)."""
+        """Request id → (sequence number, everything on which the answer may depend, the answer) of its last answer."""
         model.forgotten.at(LIFE, self._answered)
         self._forgets = model.layout.has_windows
 
@@ -54,7 +55,7 @@ class LookupPure(Checker):
             self._check_again(event, life)
 
     def _check_kind(self, event: e.LookupAnswered) -> None:
-        """Check whether the answer is asynchronous when its load must be.
+        """Check that the answer is asynchronous if and only if its load must be asynchronous.
 
         With several groups every load must be asynchronous, because a failed load within a step would end the engine
         (scheduler.py, 0.32).
@@ -65,8 +66,8 @@ class LookupPure(Checker):
         if event.is_async and not num_tokens:
             self.broken("the answer is asynchronous, but offers nothing to load", event.cause)
         elif num_tokens and event.is_async is not (async_from is not None and num_tokens >= async_from):
-            kinds = ("within the step", "asynchronous")
-            what = f"a load of {num_tokens} tokens is answered as {kinds[event.is_async]}"
+            kinds = ("synchronous", "asynchronous")
+            what = f"the answer makes a load of {num_tokens} tokens {kinds[event.is_async]}"
             self.broken(f"{what}, but the settings make it {kinds[not event.is_async]}", event.cause)
 
     @on(e.LookupDeferred)
@@ -133,9 +134,9 @@ class LongestHit(Checker):
     The recorded hit covers the request's chunks before the first chunk that is not committed, and then the request's
     own saved tail if the tail begins there.
 
-    Verifies: the hit of every answer before it is limited, and the recorded reason why the hit ends or is not used. For
-    example, the next chunk is missing or being saved, the request is quarantined, the request must compute tokens first
-    because a load failed, or the load would take longer than computing.
+    Verifies: the recorded hit of every answer, of which the answer may offer only a part, and the recorded reason why
+    the hit ends or is not used. For example, the next chunk is missing or being saved, the request is quarantined, the
+    request must compute tokens first because a load failed, or the load would take longer than computing.
     Does not verify: hits that a sliding window limits (GROUP_AGREEMENT); a hit of more tokens than are stored
     (LOADABLE_AFTER_COMMIT, RESET_EPOCH); how much of the hit is offered (LOOKUP_PURE, GROUP_AGREEMENT).
     """
@@ -191,8 +192,8 @@ class DeferBounded(Checker):
     At most `max_deferred_lookups` lookups of a request are deferred in a row. Of several deferrals in a row for the
     same load, the connector need count only the first, because every load ends.
 
-    Verifies: every deferral records the number of deferrals in a row that the checker counts. Every deferral is for one
-    of these jobs:
+    Verifies: every deferral records the same number of deferrals in a row as the checker counts. Every deferral is for
+    one of these jobs:
 
     - a save that is in flight
     - if vLLM's prefix cache is on, an asynchronous load in flight for another request, which loads chunks that the
@@ -208,7 +209,7 @@ class DeferBounded(Checker):
         super().__init__(model)
         self._in_a_row: dict[str, int] = {}
         self._last_load: dict[str, int] = {}
-        """Request id → job id of the last deferral of the request's lookups."""
+        """Request id → id of the job for which the request's lookup was last deferred."""
         model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._in_a_row)
         model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._last_load)
 
@@ -226,7 +227,10 @@ class DeferBounded(Checker):
         if job is None:
             self.broken(f"the lookup is deferred for job {event.job_id}, which is not in flight", event.cause)
         elif job.is_load and not self.layout.has_windows and not self._is_shared(job):
-            detail = f"the lookup is deferred for load {event.job_id}, which brings no chunk that the request lacks"
+            detail = (
+                f"the lookup is deferred for load {event.job_id}, but a lookup may wait only for another request's "
+                "asynchronous load of the same chunks, and only if vLLM's prefix cache is on"
+            )
             self.broken(detail, job.sequence, event.cause)
         maximum = self.configuration.max_deferred_lookups
         if count > maximum or event.num_deferred != count:

@@ -13,10 +13,11 @@ from kvledger.lifecycle.reader.copies import Settled
 from kvledger.lifecycle.reader.records import Copy
 
 _STEPS_IN_FLIGHT: Final = 2
-"""Steps that vLLM has at most in flight, besides one for each rank of a pipeline (`config/vllm.py`,
-max_concurrent_batches, 0.32). Their outputs may be missing at the end of a log."""
+"""Maximum number of steps that vLLM has in flight, besides one for each rank of a pipeline (`config/vllm.py`,
+max_concurrent_batches, 0.32). The outputs of these steps may be missing at the end of a log."""
 _MAX_STEPS: Final = 64
-"""Steps for which the order of copies is remembered. Reports of earlier steps come only if the device is far behind."""
+"""Number of steps for which the order of copies is remembered. Reports of earlier steps come only if the device is far
+behind."""
 _NEVER: Final = (0, 0)
 _Numbers = dict[int, tuple[int, int]]
 """Rank → (number in the step, job id)."""
@@ -52,9 +53,9 @@ class CopyInTime(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._preceding: dict[int, _Numbers] = {}
-        """Sequence number of `EffectsDelivered` → last end of copies that must precede others in it, by rank."""
+        """Sequence number of a step's `EffectsDelivered` → by rank, the last end of copies that must precede others."""
         self._following: dict[int, _Numbers] = {}
-        """Sequence number of a step's `EffectsDelivered` → first begin of copies that must follow these, by rank."""
+        """Sequence number of a step's `EffectsDelivered` → by rank, the first begin of these other copies."""
         self._missing: set[int] = set()
         """Jobs in flight that were reported as missing."""
 
@@ -122,7 +123,7 @@ def _of(by_step: dict[int, _Numbers], delivered: int) -> _Numbers:
 
 
 def _is_due(job: Copy, delivered: int) -> bool:
-    """Whether the job's report must come before the output of the step with this `EffectsDelivered`."""
+    """Whether ranks must have reported the job when they send the output of the step with this `EffectsDelivered`."""
     if 0 < job.asked_at <= delivered:
         return True
     if job.is_async or not job.delivered_at:
@@ -145,7 +146,7 @@ def _hook_of(job: Copy) -> Hook:
 
 
 def _wrong_moment(job: Copy, moments: CopyMoments) -> str:
-    """Return what is wrong with the moments of one copy; empty if nothing is."""
+    """Return, in words, what is wrong with the moments of one copy; empty if nothing is wrong."""
     began, ended = moments
     if began.delivered != job.delivered_at:
         return f"it began in the step of event {began.delivered}, but was handed out with event {job.delivered_at}"

@@ -33,7 +33,7 @@ class SaveInterval(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._loaded: dict[str, int] = {}
-        """Request id → steps in the log when a load was last settled. During a load no settled tokens are recorded."""
+        """Request id → number of steps when a load was last settled. During a load no settled tokens are recorded."""
         chunk_size = self.configuration.chunk_size
         self._interval_chunks = max(1, -(-self.configuration.save_interval_tokens // chunk_size))
         model.forgotten.at(LIFE, self._loaded)

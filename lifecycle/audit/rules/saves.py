@@ -127,7 +127,7 @@ class _Accounted(msgspec.Struct, gc=False):
     """Every chunk before this number is accounted for."""
     beyond: set[int] = msgspec.field(default_factory=set)
     end_chunk: int = 0
-    """End of the settled chunks when they were last recorded."""
+    """Number of settled chunks, as it was last recorded."""
 
     def add(self, chunk: int) -> None:
         if chunk == self.num_chunks:
@@ -168,13 +168,13 @@ class StoreContiguous(Checker):
         super().__init__(model)
         self._accounts: dict[str, _Accounted] = {}
         self._known: list[tuple[_Accounted, str, int, int]] = []
-        """(account, request id, first chunk, end chunk) of the chunks that the last observation named, until they are
-        accounted for."""
+        """(account, request id, first chunk, end chunk) of chunks that the last observation recorded as settled, until
+        they are accounted for."""
         self._chunk_size = model.configuration.chunk_size
         model.forgotten.at(LIFE, self._accounts)
 
     def begin(self) -> None:
-        """Account for all chunks with known keys, because their history is not known."""
+        """Treat all chunks with known keys as accounted for, because their history is not known."""
         for life in self.lives:
             num_chunks = len(life.keys)
             self._accounts[life.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
@@ -262,7 +262,7 @@ class StoreContiguous(Checker):
         return account
 
     def _pass_over(self, account: _Accounted, first_chunk: int) -> None:
-        """Account for settled chunks that are not saved, because the request is quarantined or its KV is stale."""
+        """Account for settled chunks that are not saved, because of a quarantine or an earlier reset."""
         for chunk in range(max(first_chunk, account.num_chunks), account.end_chunk):
             account.add(chunk)
 
@@ -358,11 +358,11 @@ class SettledSaved(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._taken: _Taken | None = None
-        """The last request that lost its blocks; None from the next step, preemption or end on, because all decisions
-        about it are recorded by then."""
+        """The last request that lost its blocks, until the next step, preemption or end. By then, all decisions about
+        the request are recorded."""
 
     def visits(self) -> Visits:
-        """Return pairs (event class, method); none if a group has a window, because the rule is not checked then."""
+        """Return pairs (event class, method). If a group has a window, return no pairs: the rule is not checked."""
         return [] if self.layout.has_windows else super().visits()
 
     @on(e.StepScheduled, e.RequestPreempted, e.RequestFinished)

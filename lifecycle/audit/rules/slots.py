@@ -18,8 +18,8 @@ class LoadableAfterCommit(Checker):
 
     Verifies: the slot of each page of a load, in the order of the pages. The audit computes from the log which chunks
     and tails are in the slots. Each page has all tokens that the load needs from it, even if a chunk or tail ends
-    inside a block. A load reads a tail only if the load ends inside the tail or at its end. When such a load is issued,
-    the save of the tail has completed and no event has dropped the tail. A load has as many slots as blocks.
+    inside a block. A load reads a tail only if the load ends inside the tail or at the tail's end. When such a load is
+    issued, the save of the tail has completed and no event has dropped the tail. A load has as many slots as blocks.
     Does not verify: the bytes in a slot; the blocks of a load (LOAD_DST_EXCLUSIVE); pages that a load leaves out
     (GROUP_AGREEMENT).
     """
@@ -113,7 +113,7 @@ class SlotExclusive(Checker):
             self.broken(f"save {event.job_id} writes into slot {slot}, {holder}", sequence, event.cause)
 
     def _holder_of(self, slot: int, event: e.SaveIssued | e.TailSaveIssued, key: bytes | None) -> tuple[str, int]:
-        """Return why the slot is not free, in words, and the sequence number of the event that shows this (0: none)."""
+        """Return in words why the slot is not free, and the sequence number of the event that shows it; 0: no event."""
         model = self.model
         if not 0 <= slot < model.slots.num_slots:
             return f"but the pool has {model.slots.num_slots} slots", 0

@@ -149,15 +149,15 @@ class SrcBlockOwned(Checker):
 
 
 class GroupAgreement(Checker):
-    """GROUP_AGREEMENT: a load brings all pages that the next token sees; a save reads no page outside the window.
+    """GROUP_AGREEMENT: a load copies all pages that the next token sees; a save reads no page outside the window.
 
     A load ends at the same token in all groups. If all layers have full attention, there is nothing to verify.
 
     Verifies: with sliding windows:
 
-    - An answer covers as many tokens of the usable hit as the stored pages allow. They allow a load of all tokens
-      before a token if all pages that this token sees through its windows are stored. An answer of 0 tokens means that
-      the stored pages allow no load, or that another request's load is in flight.
+    - An answer covers as many tokens of the usable hit as the stored pages allow. A load can end before a token if all
+      pages that this token sees through its windows are stored. An answer of 0 tokens is allowed only if the stored
+      pages allow no load, or if another request's load is in flight.
     - A load copies a page if and only if the token that follows the loaded tokens sees the page.
     - A save reads a page only if the page was inside the window when the request's settled tokens were last recorded. A
       save before the forward may also read pages that have just fallen out of the window.
@@ -172,12 +172,12 @@ class GroupAgreement(Checker):
         self._leaving: dict[str, tuple[int, int]] = {}
         """Request id → (settled tokens, sequence number) of the last `window.left` since the last step."""
         self._left: dict[str, tuple[int, int]] = {}
-        """Request id → (settled tokens, sequence number) of the last `window.left` before the last step."""
+        """Request id → (settled tokens, sequence number) of the last `window.left` between the last two steps."""
         self._first_known_step = 0
-        """Number of the first step for which each `window.left` before it is known."""
+        """Number of steps in the log from which on saves before the forward are checked."""
 
     def visits(self) -> Visits:
-        """Return pairs (event class, method); none if no group has a window, because the rule is not checked then."""
+        """Return pairs (event class, method). If no group has a window, return no pairs: the rule is not checked."""
         return super().visits() if self.layout.has_windows else []
 
     def begin(self) -> None:
@@ -206,7 +206,7 @@ class GroupAgreement(Checker):
     def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
         """Return (settled tokens, sequence number) of the last `window.left` before the save's step.
 
-        Returns None for saves that do not precede the forward, and if there was no such event.
+        Returns None for tails, for saves that do not precede the forward, and if the request has no such event.
         """
         if isinstance(event, e.TailSaveIssued) or not event.before_forward:
             return None
@@ -240,7 +240,7 @@ class GroupAgreement(Checker):
         return (job for job_id in self.copies.loads if (job := self.copies.get(job_id)) is not None)
 
     def _num_there(self, life: Life) -> int:
-        """Return how many tokens of the life are stored without a gap: committed chunks, then the saved tail."""
+        """Return how many tokens of the life, from the first on, are stored: committed chunks, then the saved tail."""
         num_tokens, tail = self.chunks.num_committed(life) * self.layout.chunk_size, self.tails.saved(life)
         return tail.end_token if tail is not None and tail.first_token == num_tokens else num_tokens
 
@@ -250,7 +250,7 @@ class GroupAgreement(Checker):
         pages = self.layout.pages_of(_tokens(event))
         for page, slot in zip(pages, event.slots, strict=False):
             if (slot != NO_SLOT) != self.layout.is_seen(page, end_token):
-                what = "leaves out" if slot == NO_SLOT else "brings"
+                what = "leaves out" if slot == NO_SLOT else "copies"
                 but = "sees" if slot == NO_SLOT else "does not see"
                 detail = (
                     f"load {event.job_id} up to token {end_token} {what} {self._words(page)}, "

@@ -14,7 +14,7 @@ from kvledger.lifecycle.states import BlocksRegion
 class LastToken(Checker):
     """LAST_TOKEN: a load leaves at least the last token to compute, because the engine needs its logits.
 
-    Verifies: an answer does not offer all known tokens, even if the hit covers them all. A load does not fill the last
+    Verifies: an answer does not offer the last known token, even if the hit covers it. A load does not fill the last
     known token. At the first step after an allocation, at least one token is still to compute.
     Does not verify: that the engine computed the last token.
     """
@@ -24,7 +24,7 @@ class LastToken(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._admitted: dict[str, int] = {}
-        """Request id → sequence number of an allocation that no step has used yet."""
+        """Request id → sequence number of the last allocation, until a step schedules the request."""
         model.forgotten.at((*LIFE, e.RequestPreempted), self._admitted)
 
     @on(e.LookupAnswered)
@@ -113,7 +113,7 @@ class AllocMatchesLookup(Checker):
 class ExternalZeroNoLoad(Checker):
     """EXTERNAL_ZERO_NO_LOAD: an allocation that claims no external tokens causes no load.
 
-    Every allocation, even one that claims no external tokens, ends the promise of the request's pending answer.
+    Every allocation, even one that claims no external tokens, ends the promise of the request's last answer.
 
     Verifies: every load follows an allocation of its request that claimed external tokens. Between the two, the request
     was not preempted, did not end, and did not continue with a session's next turn. Each allocation causes at most one
@@ -127,7 +127,7 @@ class ExternalZeroNoLoad(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._used: dict[str, int] = {}
-        """Request id → sequence number of the last allocation that a load has used."""
+        """Request id → sequence number of the last allocation for which a load was issued."""
         model.forgotten.at((*LIFE, e.RequestPreempted), self._used)
 
     @on(e.LoadIssued)
@@ -147,17 +147,17 @@ class TokenConservation(Checker):
 
     Verifies: of the counts in a log:
 
-    - After an allocation that claimed external tokens, the request's first step computes from the first token that is
+    - After an allocation that claimed external tokens, the request's first step begins at the first token that is
       neither local (in vLLM's prefix cache) nor external. If all known tokens are local or external, the step computes
       the last token again (`v1/core/sched/scheduler.py`, _update_waiting_for_remote_kv, 0.32). This is not checked if
-      the request was rolled back before that step, or if a load failed that fills blocks of the request, even a load
-      for another request that shares these blocks.
+      the request was rolled back before that step, or if a load into blocks of the request failed. That load may have
+      been issued for another request that shares these blocks.
     - No token count in a step or in the answer to a lookup is negative.
     - `prefill.advanced` and `prefill.completed` have the numbers of computed tokens and of known tokens that a reader
       counts in the recorded steps. The event is `prefill.completed` if and only if no known token remains to compute.
 
     Does not verify: later steps of the request, because rejected drafts reduce its computed tokens without an event;
-    admissions that claimed nothing, because vLLM gives the connector their local tokens rounded to blocks.
+    admissions that claimed nothing, because the connector gets their number of local tokens rounded to whole blocks.
     """
 
     rule = "TOKEN_CONSERVATION"
@@ -165,7 +165,7 @@ class TokenConservation(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._admissions: dict[str, tuple[int, int, int]] = {}
-        """Request id → (sequence number of the allocation, local tokens, external tokens), until the next step."""
+        """Request id → (sequence number of the allocation, local tokens, external tokens), until its next step."""
         model.forgotten.at((*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._admissions)
 
     @on(e.LookupAnswered)
@@ -207,7 +207,7 @@ class TokenConservation(Checker):
 
     @on(e.LoadErrorsObserved)
     def _load_errors_observed(self, event: e.LoadErrorsObserved) -> None:
-        """Forget requests that vLLM rolls back, even if they wait for their own load (scheduler.py, 0.32)."""
+        """Forget requests with unfilled blocks. vLLM rolls back even those waiting for a load (scheduler.py, 0.32)."""
         unfilled = frozenset(event.block_ids)
         for request_id in tuple(self._admissions):
             if not unfilled.isdisjoint(self.tables.held_by(self.lives.get(request_id))):
@@ -250,7 +250,7 @@ class ResumeCoversOutput(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._known: dict[str, tuple[int, int]] = {}
-        """Request id → (tokens known at its last preemption, sequence number)."""
+        """Request id → (tokens known at its last preemption, sequence number of that preemption)."""
         model.forgotten.at((*LIFE, e.SessionContinued), self._known)
 
     @on(e.LookupRequested)
@@ -273,8 +273,8 @@ class StepSum(Checker):
     The sum counts the tokens of the requests that the step's event lists, and one token for each steady request that
     the event leaves out.
 
-    Verifies: the sum of every step. A request that is missing from a step, or counts twice, is found at that step. Step
-    numbers have no gap.
+    Verifies: the sum of every step. A wrong sum, for example because a request is missing or counts twice, is found at
+    that step. The numbers of steps are consecutive.
     Does not verify: which request is missing or counts twice; two errors in one step that cancel out; requests that
     are missing after a hook has failed, because the request of that hook may never have been recorded.
     """
@@ -318,7 +318,7 @@ class SettledExact(Checker):
     - If `request.preempted` or `request.finished` has the number of tokens in flight, all known tokens that are
       computed count as settled. With speculative decoding, the last known token and the tokens in flight do not count.
     - If `request.preempted` or `request.finished` lacks the number of tokens in flight, it has at most as many settled
-      tokens as the steps have computed, or as the last allocation has brought, whichever is more.
+      tokens as the steps have computed, or as were cached or loaded at the last allocation, whichever is more.
     - Without speculative decoding, no step counts more tokens of a request as computed than the request's earlier steps
       have computed.
     - A session's next turn or a rollback keeps at most as many tokens as were computed before it.
@@ -335,7 +335,7 @@ class SettledExact(Checker):
         self._may_be_given_up: dict[str, bool] = {}
         """Request id → True if a hook has failed for the request."""
         self._admitted: dict[str, int] = {}
-        """Request id → tokens that the last allocation brought from vLLM's prefix cache or from a load."""
+        """Request id → tokens that the last allocation got from vLLM's prefix cache and from a load, together."""
         model.forgotten.at(LIFE, self._may_be_given_up, self._admitted)
         model.forgotten.at((e.SessionContinued,), self._admitted)
 
@@ -385,8 +385,8 @@ class SettledExact(Checker):
     def _check_most(self, event: e.RequestPreempted | e.RequestFinished, life: Life, num_admitted_tokens: int) -> None:
         """Report an event with more settled tokens than its request can have, if the log lacks the tokens in flight.
 
-        Events that take no blocks are skipped, because they save nothing. Lives with missing events are skipped,
-        because their counts are only bounds.
+        Requests without blocks are skipped, because they save nothing. Lives with missing events are skipped, because
+        the counts for these lives are not exact.
         """
         if life.is_partial or not self.moment.is_legal or self.moment.blocks_before is BlocksRegion.NONE:
             return

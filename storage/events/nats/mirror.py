@@ -2,8 +2,8 @@
 
 The mirror of a log is a directory of segments. The segments consist of the stream's messages in order, and nothing is
 checked or corrected. Missing, repeated or foreign bytes are therefore found when the files are read. ``mirror.json``
-next to the segments records up to which message the mirror got. If this message is no longer the same in the stream,
-the mirror is deleted and fetched again.
+next to the segments names a message of the stream. The mirror has all messages up to this message. If the stream no
+longer has the same message, the mirror is deleted and fetched again.
 """
 
 from __future__ import annotations
@@ -92,21 +92,21 @@ def mirror(
 ) -> list[Path]:
     """Update the mirror of the log in `address`, or of all logs in the stream. Return the directories of the logs.
 
-    An interrupted run is continued.
+    A run continues where an interrupted run stopped.
 
     Args:
         address: the stream. If it has a log id or the beginning of one, only this log is mirrored.
-        directory: gets a folder for each log. Only the owner can read a folder. Default: `default_mirror_directory`.
+        directory: gets a folder for each log, which only the owner can read. Default: `default_mirror_directory`.
         access: credentials. Default: from the environment.
         newest: whether to mirror only the logs of the newest engine start.
         on_progress: called repeatedly with two numbers: the messages mirrored so far, and all messages.
         on_skipped: called with the reason if one of several logs cannot be read.
 
     Raises:
-        StreamRefused: credentials or permissions are wrong, or the stream is missing. Also if the log id in
-            `address` is the beginning of no log's id, or of several.
+        StreamRefused: credentials or permissions are wrong, or the stream is missing. Also if no log's id,
+            or more than one, begins with the log id in `address`.
         StreamUnavailable: the servers do not answer.
-        NothingToRead: the stream has no header block of a segment of the log.
+        NothingToRead: the stream has no header block of any log that was to be mirrored.
         LogError: a log's folder in `directory` exists and is not a mirror.
         OSError: the mirror cannot be written.
     """
@@ -144,8 +144,8 @@ def mirror(
 def _of_newest_start(logs: Sequence[LogInStream]) -> Sequence[LogInStream]:
     """Return the logs of the newest engine start. `logs` are in the order in which they were begun.
 
-    These are the newest log of a scheduler, the logs of the same engine's workers, and all logs that were begun later.
-    The later logs belong to a start that failed before its scheduler began a log.
+    These are the newest log of a scheduler, the logs of the same engine's workers, and all logs that were begun after
+    that scheduler's log. Another engine's log among them is from a start that failed before its scheduler began a log.
     """
     headers = [{} if log.header is None else log.header.header for log in logs]
     last = max((at for at, header in enumerate(headers) if header.get("worker_rank") is None), default=0)
@@ -198,7 +198,7 @@ def _locked(log: Path) -> Iterator[None]:
 
 
 class _Note(msgspec.Struct):
-    """How far a mirror got. `stream_sequence` is the stream's sequence number of the mirror's last message.
+    """How far a mirror got. `stream_sequence` is the number that the stream gave to the mirror's last message.
 
     `segments` is segment name → number of bytes.
     """
@@ -221,7 +221,7 @@ class _LogMirror:
     _noted_at: float = attrs.field(default=0.0, init=False)
 
     async def bring_up_to_date(self, num_messages: int) -> None:
-        """Fetch the missing messages of the log, which has `num_messages` in the stream. Raises errors of `mirror`."""
+        """Fetch the log's missing messages. The stream has `num_messages` of the log. Raises the errors of `mirror`."""
         start = await self._confirmed_end()
         if not start:
             self._discard()
@@ -234,9 +234,9 @@ class _LogMirror:
             )
 
     async def _confirmed_end(self) -> int:
-        """Return the stream's sequence number of the message up to which the mirror is known to match the stream.
+        """Find the message up to which the mirror is known to match the stream. Return its number in the stream.
 
-        Bytes after this message are removed from the mirror. 0: no match is known.
+        Bytes after this message are removed from the mirror. 0: there is no such message.
         """
         try:
             note = from_json(read_file(self.directory / _NOTE_NAME), _Note)
@@ -274,7 +274,7 @@ class _LogMirror:
                 path.unlink()
 
     async def _fetch(self, first_stream_sequence: int, num_messages: int) -> int:
-        """Append all messages of the log from `first_stream_sequence` on. Return how many were appended."""
+        """Fetch and append the log's messages from number `first_stream_sequence` on. Return how many were fetched."""
         connection, stream = self.connection, self.connection.address.stream
         wanted = ConsumerConfig(
             description="kvledger mirror",
@@ -329,7 +329,7 @@ class _LogMirror:
         return last.num_pending or 0
 
     def _write_retirement(self, message: Msg) -> None:
-        """Record, if known, why the events before the header block in `message` are missing."""
+        """If events before the header block in `message` are missing and the reason is known, record the reason."""
         header = decode_header(message.data, self.subject)
         try:
             retirement = from_json((message.headers or {}).get(RETIRED, ""), Retirement)

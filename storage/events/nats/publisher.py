@@ -1,10 +1,10 @@
 """Publish the records of one log to the stream in batches. The server accepts a record only after its predecessor.
 
-The first message of a batch names the stream sequence of its subject's last message. Each further message names the id
-of its predecessor, which must be the last message of the whole stream when the server receives the message. Ids are
-chain hashes, so the server accepts a message only directly after the frames that it continues. This holds even if a
-batch is sent twice, if several shippers send, or if packets of a dead connection arrive late. If a message of another
-log comes in between, the server refuses the rest of the batch, and kvledger sends the rest again
+The first message of a batch names the number, in the stream, of its subject's last message. Each further message names
+the id of its predecessor. The server accepts this message only if the predecessor is then the last message of the whole
+stream. Ids are chain hashes, so the server accepts a message only directly after the frames that it continues. This
+holds even if a batch is sent twice, if several shippers send, or if packets of a dead connection arrive late. If a
+message of another log comes in between, the server refuses the rest of the batch, and kvledger sends the rest again
 (docs/decisions/0012-a-frame-follows-its-predecessor.md).
 
 Acknowledgements go to an inbox of kvledger's own, for two reasons. In nats-py 2.16, the future of `publish_async` never
@@ -59,7 +59,7 @@ class _Answer(msgspec.Struct):
 class BatchResult:
     """How far a batch got. Its first `num_stored` records are in the stream, the last of them at `stream_sequence`.
 
-    The next record of the batch was not stored for one of these reasons:
+    If not all records are stored, the next record of the batch was not stored for one of these reasons:
 
     - `problem` is set: it says why the record was refused.
     - `is_repetition` is set: the server knew the record's id already.
@@ -77,7 +77,7 @@ async def publish(
 ) -> BatchResult:
     """Publish consecutive records of a log. Return how many of them the stream has stored.
 
-    `last_subject_sequence` is the stream sequence of the message before the first record; 0: the subject has none.
+    `last_subject_sequence` is the number, in the stream, of the message before the first record. 0: there is none.
 
     Raises:
         StreamUnavailable: the server does not answer. The caller must look up the subject's last message again.
@@ -126,7 +126,7 @@ async def publish(
 def _messages(
     connection: Connection, records: Sequence[Record], last_subject_sequence: int
 ) -> tuple[list[tuple[dict[str, str], bytes]], StreamRefused | None]:
-    """Return (headers, data) of each message before the first one that is too large, and the error for that message."""
+    """Return (headers, data) of each message. If a message is too large, stop there and add an error, else None."""
     messages: list[tuple[dict[str, str], bytes]] = []
     expected = {EXPECTED_SUBJECT_SEQUENCE: str(last_subject_sequence)}
     limit = connection.client.max_payload

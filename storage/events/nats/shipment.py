@@ -37,7 +37,7 @@ _RETRY_AFTER_S: Final = 10.0
 
 @attrs.define
 class LogProgress:
-    """The state of shipping one log. It is kept between connections, but a new connection does not rely on it.
+    """The state of shipping one log. It outlives a connection. A new connection first asks the stream for `last`.
 
     `num_frames` and `num_bytes` count what this process has shipped. `last` is the last record that is known to be in
     the stream. `lost` has events that were retired before they were shipped: first → last sequence number.
@@ -46,7 +46,7 @@ class LogProgress:
 
     - `damaged`: the log's files, or its messages in the stream, are damaged.
     - `refused`: the server refused a message.
-    - `skipped`: the log need not be shipped.
+    - `skipped`: the log is older than the stream's limit `max_age`.
     - `unavailable`: the log's files cannot be read now.
     """
 
@@ -74,7 +74,7 @@ class Shipment:
     resume_at: float = attrs.field(default=0.0, init=False)
     """Time (`time.monotonic`) until which this shipper can pause, because another shipper ships the log."""
     retry_at: float = attrs.field(default=math.inf, init=False)
-    """Time (`time.monotonic`) at which to call `start` again; infinite: not necessary."""
+    """Time (`time.monotonic`) at which to call `start` again. Infinite: `start` need not be called again."""
     _tail: LogTail = attrs.field(init=False)
     _stream_sequence: int = attrs.field(default=0, init=False)
     _window: int = attrs.field(default=_FIRST_WINDOW, init=False)
@@ -130,12 +130,12 @@ class Shipment:
         return True
 
     def check_end(self, *, is_final: bool) -> None:
-        """After `advance` returned False, check whether the log ends, or bytes follow that are not an intact frame.
+        """Check whether the log ends after the last record, or is damaged there. Call after `advance` returned False.
 
         Damage stops the shipping of the log. If `is_final` is False, the log may be growing, so there are exceptions:
 
         - An incomplete last frame is only reported to `remark`.
-        - Of several successive calls that find the log unchanged, only the second one reads the files.
+        - If several successive calls find the log's end unchanged, only the first of these calls reads the frames.
         """
         if self.progress.problem:
             return
@@ -205,7 +205,7 @@ class Shipment:
 
     @contextlib.contextmanager
     def _problems(self) -> Iterator[None]:
-        """If the log has a problem, stop shipping only this log. Files that cannot be read are retried later."""
+        """If the log has a problem, stop shipping this log only. If its files cannot be read, retry them later."""
         try:
             yield
         except (StreamUnavailable, StreamRefused, TimeoutError, ConnectionError):

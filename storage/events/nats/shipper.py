@@ -1,6 +1,6 @@
 """Ship a log, or all logs of a directory, to a stream. After each failure, connect and begin again.
 
-A shipper is a process of its own. The serving process does not wait for the shipper, which needs only the log files.
+A shipper is a process of its own and reads only the log files. The serving process does not wait for the shipper.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ShippingReport:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a log is damaged or forked, or lost events before they were shipped."""
+        """Whether a log is damaged or differs from the stream, or lost events before they were shipped."""
         return any(log.problem_kind == "damaged" or log.lost for log in self.logs)
 
     @property
@@ -65,7 +65,7 @@ class ShippingReport:
 
 @attrs.define(eq=False)
 class Shipper:
-    """Ships the log, or the logs, in the directory `path`. Await `run`, and call `stop` from the same event loop.
+    """Ships the logs in `path`, a log or a directory of logs. Await `run`. Call `stop` from the same event loop.
 
     With `follow`, the shipper runs until `stop`, and also ships logs that begin later. Without `follow`, it ends when
     everything is shipped, and gives up after `give_up_after_s` seconds without progress. After `stop`, it ships for up
@@ -195,7 +195,7 @@ class Shipper:
     async def _start_new(
         self, shipments: dict[Path, Shipment], connection: Connection, configuration: StreamConfig
     ) -> bool:
-        """Start to ship new logs, and try logs again whose `retry_at` is reached. Return whether any log is new."""
+        """Start to ship new logs. Start a log again if its `retry_at` is reached. Return whether any log is new."""
         self._find_logs()
         new = self.logs.keys() - shipments.keys()
         for directory, log in self.logs.items():

@@ -48,8 +48,8 @@ _MAX_RESERVE_BYTES: Final = 16 << 20
 class LogInStream:
     """One log of a stream. `num_messages` is the number of its frames and header blocks.
 
-    `header` is the header block in the log's first message; None: that message has no header block. `last` is the
-    record in the log's last message; None: no shipper wrote that message.
+    `header` is the header block in the log's first message; None: that message has no readable header block. `last` is
+    the record in the log's last message; None: that message cannot be read, for example because no shipper wrote it.
     """
 
     log_id: str
@@ -179,7 +179,7 @@ async def subjects_of_log(connection: Connection, log_id: str) -> dict[str, int]
 
 
 async def last_record(connection: Connection, subject: str) -> tuple[int, Record | None]:
-    """Return the stream sequence and the record of a subject's last message; 0 and None: the server finds no message.
+    """Return the number of a subject's last message in the stream, and its record. 0 and None: no message is found.
 
     Raises:
         LogDamaged: the message was not written by a shipper.
@@ -216,7 +216,7 @@ async def find_logs(connection: Connection, log_id: str = "") -> list[LogInStrea
 
 
 async def _first_header(connection: Connection, subject: str) -> SegmentHeader | None:
-    """Return the header block in a subject's first message. None: the message is missing or has no header block."""
+    """Return the header block in a subject's first message. None: there is no readable header block."""
     try:
         message = await connection.jetstream.get_msg(connection.address.stream, seq=1, subject=subject, next=True)
         return decode_header(message.data or b"", subject)

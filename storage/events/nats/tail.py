@@ -132,7 +132,7 @@ class LogTail:
             yield header
 
     def _frames(self, last: Record) -> Generator[Record, None, bool]:
-        """Yield the frames after `last` in the segment of `last`. Return whether the segment ends after the frames."""
+        """Yield the frames after `last` in its segment. Return whether the segment ends directly after these frames."""
         try:
             data = SegmentBytes(self.directory / last.segment)
         except FileNotFoundError:
@@ -145,7 +145,10 @@ class LogTail:
             return end >= data.num_bytes  # Otherwise bytes follow that are not a frame, or not a complete one yet.
 
     def _successor(self) -> Path | None:
-        """Return the segment after the segment of `last`, or None. In an intact log, `last` determines its name."""
+        """Return the segment to read after that of `last`, or None.
+
+        In an intact log, this segment begins with `next_sequence`.
+        """
         if self.last is not None:
             expected = self.directory / segment_name(self.last.next_sequence)
             if expected.name != self.last.segment and os.path.lexists(expected):

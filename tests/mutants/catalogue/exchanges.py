@@ -75,7 +75,7 @@ def answers_a_block_less(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def answers_the_last_one(touch: Touch) -> Sequence[Patch]:
-    """If the decided answer has more tokens than the previous lookup's answer, the connector gives the previous one."""
+    """If an answer should have more tokens than the answer to the previous lookup, the previous answer is repeated."""
     last: dict[int, tuple[int | None, bool]] = {}
 
     def change(side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
@@ -265,7 +265,7 @@ def failed_load_told_as_save(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#18246", scene=Worlds())
 def report_lost(touch: Touch) -> Sequence[Patch]:
-    """The connector leaves the reports in every fifth output of the workers out of the log."""
+    """The connector does not record the reports in every fifth worker output that has reports."""
     num_outputs: dict[int, int] = {}
 
     def observe(original: Any, side: SchedulerSide, output: Any) -> None:
@@ -386,7 +386,7 @@ def allocation_not_recorded(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def second_arrival_not_recorded(touch: Touch) -> Sequence[Patch]:
-    """The connector leaves the arrival of every second request out of the log."""
+    """The connector does not record the arrival of every second request."""
     num_arrived: dict[int, int] = {}
 
     def arrive(original: Any, side: SchedulerSide, request: Any) -> None:
@@ -401,7 +401,7 @@ def second_arrival_not_recorded(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def answers_the_stored_hit_again(touch: Touch) -> Sequence[Patch]:
-    """The connector answers every later lookup of a request with 0 tokens if the first one found nothing."""
+    """If a request's first lookup found nothing, the connector answers the request's later lookups with 0 tokens."""
     first: dict[tuple[int, str], tuple[int | None, bool]] = {}
 
     def change(side: SchedulerSide, request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:

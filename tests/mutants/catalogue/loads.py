@@ -152,7 +152,7 @@ def loads_into_shared_blocks(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FAILED_LOAD_TAINT", "vllm#55297", scene=Walks())
 def failed_load_offered_again(touch: Touch) -> Sequence[Patch]:
-    """The connector offers chunks again that failed to load."""
+    """The connector offers a chunk again, though a load of the chunk failed."""
 
     def failed(decision: e.Event, *_: Any) -> e.Event | None:
         if not isinstance(decision, e.ChunksTainted):

@@ -73,7 +73,7 @@ def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GEN_ISOLATION", "vllm#51637", "vllm#49796", scene=LATE)
 def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
-    """The end of a copy is recorded for a request's current generation, though the copy belongs to an earlier one."""
+    """The end of a copy of an earlier generation is recorded for the request's current generation."""
 
     def settled(decision: e.Event, turn: Any, job: Any) -> e.Event:
         record = turn.projections.tracker.get(job.request_id)

@@ -163,7 +163,7 @@ def slots_of_a_chunk_one_page_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=BIG_POOL)
 def one_earlier_chunk_left_out(touch: Touch) -> Sequence[Patch]:
-    """If chunks share a block, a saved block's slot does not count as holding the chunk before the saved chunk."""
+    """If chunks share a block, the slot of a saved chunk does not count as holding the previous chunk of the block."""
 
     def earlier_chunks(original: Any, geometry: Any, chunks: Any, num_known: int) -> list[int]:
         chunks = list(chunks)
