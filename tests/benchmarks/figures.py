@@ -32,8 +32,16 @@ class Spread:
 
     def __str__(self) -> str:
         """`1.05 (1.03–1.08)`."""
+        return self._text("")
+
+    @property
+    def as_multiple(self) -> str:
+        """`1.05× (1.03–1.08)`, of a spread of ratios."""
+        return self._text("×")
+
+    def _text(self, sign: str) -> str:
         low, median, high = (f"{x:.2f}" if x >= 0.1 else f"{x:.2g}" for x in (self.low, self.median, self.high))
-        return f"{median} ({low}–{high})" if low != high else median
+        return f"{median}{sign} ({low}–{high})" if low != high else f"{median}{sign}"
 
 
 @attrs.frozen

@@ -77,7 +77,7 @@ def _row(*cells: str) -> str:
 
 
 def _cell(figure: Figure) -> str:
-    return str(figure.ratio) if figure.ratio else f"{_readable(figure.value)} {figure.unit}".rstrip()
+    return figure.ratio.as_multiple if figure.ratio else f"{_readable(figure.value)} {figure.unit}".rstrip()
 
 
 def _readable(value: float) -> str:

@@ -53,7 +53,7 @@ def test_the_block_gets_the_figures_and_the_prose_stays(benchmarks_page: Path) -
     assert text.startswith("# Benchmarks\n\nBefore.\n\n<!-- figures: speed; plot: schedule() -->\n")
     assert text.endswith("\n<!-- end of figures -->\n\nAfter.\n")
     assert "old figures" not in text
-    assert "| calm | none | 100 µs |  |\n| calm | ours | 1.05 (1.00–1.10) | 5 B |" in text
+    assert "| calm | none | 100 µs |  |\n| calm | ours | 1.05× (1.00–1.10) | 5 B |" in text
     assert "`make bench`, 2026-01-01, commit abc, 2 cores" in text
 
 

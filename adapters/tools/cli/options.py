@@ -1,4 +1,4 @@
-"""Arguments that several commands share: LOG, REQUEST, the selected part, and the code that makes decisions again.
+"""Arguments that several commands share: LOG, REQUEST, the selection, and the handlers and extensions for a replay.
 
 A selection limits only what a command shows. The command reads the log from its beginning, because the state at a
 moment depends on all earlier events.

@@ -47,6 +47,7 @@ class Shipping:
         self._make = make
         self._ready = threading.Event()
         self.report: ShippingReport | None = None
+        self.error: Exception | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -55,7 +56,10 @@ class Shipping:
         self.shipper = self._make()
         self._loop = asyncio.get_running_loop()
         self._ready.set()
-        self.report = await self.shipper.run()
+        try:
+            self.report = await self.shipper.run()
+        except Exception as error:  # noqa: BLE001 - `stop` raises it
+            self.error = error
 
     @property
     def num_frames(self) -> int:
@@ -74,8 +78,11 @@ class Shipping:
 
     def stop(self) -> ShippingReport:
         """Let it ship the rest, and end."""
-        self._loop.call_soon_threadsafe(self.shipper.stop)
+        if self.is_running:
+            self._loop.call_soon_threadsafe(self.shipper.stop)
         self._thread.join()
+        if self.error is not None:
+            raise self.error
         assert self.report is not None
         return self.report
 
@@ -229,7 +236,7 @@ def test_two_shippers_of_one_log_double_nothing(
         fill(store, chance, 20)
         return any("another shipper" in remark for remark in ship.remarks)
 
-    wait_until(noticed)
+    wait_until(lambda: noticed() or not all(shipping.is_running for shipping in both))
     store.close()
     reports = [shipping.stop() for shipping in both]
     assert all(report.is_complete for report in reports)
