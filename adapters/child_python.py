@@ -1,8 +1,8 @@
 """Lets kvledger start Python processes that import no modules from the working directory.
 
 With `-m` and `-c` Python puts the working directory first on `sys.path`, and `multiprocessing` starts its processes
-with `-c`. But other users may be able to write to the folder in which a server runs, and somebody who reads a log may
-have received the working directory together with the log. A module that lies in such a folder must not run.
+with `-c`. But other users may be able to write to the folder in which a server runs. Or the working directory may have
+come from somebody else, together with a log. A module that lies in such a folder must not run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 def child_environment(modules: Iterable[str]) -> dict[str, str]:
-    """Return an environment for a child with `python -P`, which can import all that this process can import.
+    """Return environment variables with which a `python -P` child can import all that this process can import.
 
     Modules in the working directory are left out, with two exceptions. If PYTHONPATH names the working directory, the
     directory keeps its place. If this process imported kvledger or one of `modules` from the working directory, the

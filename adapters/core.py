@@ -1,4 +1,4 @@
-"""Builds a core from the names of handlers and extensions, which a configuration or a command line gives."""
+"""Builds a core from the handlers and extensions that a configuration or a command line names."""
 
 from __future__ import annotations
 

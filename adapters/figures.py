@@ -40,7 +40,7 @@ class Figures:
     num_admissions: Count = 0
     """Number of times that a request got blocks after an answer."""
     num_tokens_queried: Int64 = 0
-    """Tokens of the admitted requests that vLLM's own prefix cache does not have."""
+    """Tokens of the admitted requests, without the tokens in vLLM's own prefix cache."""
     num_tokens_hit: Int64 = 0
     """Tokens among `num_tokens_queried` that are loaded and not computed."""
     num_tokens_loaded: Int64 = 0
@@ -260,7 +260,7 @@ def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
 
 
 def _add_reasons(num_tokens_by: dict[str, int], answer: e.LookupAnswered | None, first: int, end: int) -> None:
-    """Count the tokens from `first` to before `end` by the reason that `answer` shows for computing them."""
+    """Count the tokens from `first` to before `end` by the reason why each is computed, which `answer` shows."""
     if first >= end:
         return
     if answer is None:
@@ -286,7 +286,7 @@ def add_row(
     request: Request,
     claimed: e.LookupAnswered | None,
 ) -> Took | None:
-    """Add one request of a step to the figures.
+    """Add one request of a step to the figures, if the request was ever preempted.
 
     `row` is one of `step.advanced`; `claimed` is the answer that the request's last allocation claimed.
     """
@@ -392,9 +392,9 @@ ADDS: Mapping[type[e.Event], Add] = {
 
 
 class Totals:
-    """Counts each event before `projections` fold it, with the request and the copy as they are before the event.
+    """Counts each event before `projections` fold it, and reads the request and the copy as before the event.
 
-    Refused observations are not counted. Events that change no figure are not looked at.
+    Refused observations are not counted. Events that change no figure are ignored.
 
     Args:
         projections: the projections whose events are counted.

@@ -25,9 +25,9 @@ def register() -> None:
     """Register the connectors with vLLM. vLLM imports a connector when a configuration names it.
 
     Further calls do nothing. vLLM calls this function outside of its `try` (`vllm/plugins/__init__.py`,
-    load_general_plugins, 0.32), so this function raises nothing. The connectors call it too. To read a child's figures,
-    `MultiConnector` looks up the child's class only by name, even if the child was configured with a module path
-    (`kv_connector/v1/multi_connector.py`, build_kv_connector_stats).
+    load_general_plugins, 0.32), so this function raises nothing. The modules of the connectors call it too, because a
+    `MultiConnector` needs the registration. To read a child connector's figures, it looks up the child's class only by
+    name, even if the child has a module path (`kv_connector/v1/multi_connector.py`, build_kv_connector_stats).
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -4,7 +4,7 @@ Read its modules in this order: `states`, `events`, `table`, `declaration`, `mac
 `decisions/`, `handlers`, `extension`, `core`, `standard`, `ledger`, `divergences`, `replay`, `codec`. The core uses no
 torch, no vLLM, no files and no clock.
 
-Modules outside of this list may change. Programs may use these modules:
+Other programs may use the following modules. All other modules may change without notice:
 
 - this module, `events`, `audit` and, for tests, `testing`
 - `handlers` and `decisions`: to change decisions, subclass a handler and combine functions of `decisions`

@@ -1,7 +1,7 @@
 """Hashes of the source code that decides and folds, to recognise logs that other code has written.
 
-A fix of a fold or a handler changes these hashes, but neither the events of a log nor the layout of states. No audit
-judges a log by these hashes; see `Core.other_code`.
+A fix of a fold or a handler changes these hashes, even if no event and no state gets another layout. An audit does not
+reject a log because of these hashes; see `Core.other_code`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def hash_of_module(name: str) -> str:
 
 @cache
 def hash_of_package(name: str) -> str:
-    """Return the hash of all sources in the package of the module `name`: a change in any of them may matter."""
+    """Return the hash of all sources in the package that contains the module `name`.
+
+    The module may use any of these sources.
+    """
     package = getattr(sys.modules.get(name), "__package__", None)
     return _hash_of_sources(package, f"{package}/") if package else hash_of_module(name)
 

@@ -92,11 +92,11 @@ class DecodedFrame:
 
     @property
     def num_events(self) -> int:
-        """Events in the payload, including skipped ones."""
+        """Number of events in the payload, including skipped ones."""
         return len(self.events) + len(self.skipped)
 
     def numbered(self, first_sequence: int) -> Iterator[tuple[int, Event]]:
-        """Yield (sequence number, event) for each known event. Skipped events leave gaps in the numbers.
+        """Yield (sequence number, event) for each known event. The numbers of skipped events do not occur.
 
         Args:
             first_sequence: sequence number of the first event in the payload.
@@ -162,7 +162,9 @@ class EventDecoder:
         return self.decode_frame(payload).events
 
     def decode_frame(self, payload: bytes) -> DecodedFrame:
-        """Return the events of one payload and the positions of skipped events, to number the events correctly.
+        """Return the events of one payload, and the positions of the events that were skipped.
+
+        Skipped events have sequence numbers, too, so the caller needs their positions.
 
         Raises:
             CodecError: the payload does not match the header, or a number is outside its range.
@@ -187,7 +189,10 @@ class EventDecoder:
         return DecodedFrame(events, tuple(skipped))
 
     def _check(self, payload: bytes, events: Iterable[Event]) -> None:
-        """Refuse slot numbers outside of the pool, whose size is in the header. Rules check the other numbers."""
+        """Raise `CodecError` if an event names a slot outside of the pool. The header has the pool's size.
+
+        Rules check other numbers.
+        """
         for event in events:
             if type(event) in _WITH_SLOTS:
                 largest = max(cast("LoadIssued | SaveIssued | TailSaveIssued", event).slots, default=0)

@@ -15,7 +15,7 @@ from kvledger.lifecycle.shown import shown, without_credentials
 
 @attrs.frozen
 class Refusal:
-    """Why a configuration cannot work, and the remedy. Passwords and tokens in addresses are left out."""
+    """Why a configuration cannot work, and the remedy. Passwords and access tokens in addresses are left out."""
 
     reason: str = attrs.field(converter=without_credentials)
     """The reason, with the numbers that do not fit."""
@@ -91,7 +91,9 @@ class LedgerConfiguration:
     None: no load is asynchronous. With several groups of layers, every load is asynchronous, even with None.
     """
     save_interval_tokens: int = 0
-    """Interval in tokens. After the prompt, the chunks of an interval are saved together when all of them have settled.
+    """Length of an interval, in tokens. Chunks that end after the prompt are saved one interval at a time.
+
+    The chunks of an interval are saved together, when all of them have settled.
 
     0: each chunk is saved when it has settled.
     """
@@ -110,7 +112,7 @@ class LedgerConfiguration:
     settles_in_flight: bool = True
     """Whether the tokens of steps in flight count as settled when a request is preempted or ends.
 
-    Without speculative decoding it is True, because vLLM's workers run the first copies of a step after all earlier
+    Without speculative decoding it is True: a worker begins the copies of a step after it has computed all earlier
     steps. With speculative decoding it is False, because vLLM may reject drafts.
     """
     max_failed_loads: int = 3

@@ -43,7 +43,7 @@ class Moment(NamedTuple):
 
 
 class CopyMoments(NamedTuple):
-    """When a copy began, and when it ended. Work that the device gets after the end runs after the copy."""
+    """When a copy began, and when it ended. Work that is given to the device after `ended` runs after the copy."""
 
     began: Moment
     ended: Moment
@@ -53,9 +53,9 @@ class CopyMoments(NamedTuple):
     """
 
     def as_fields(self) -> tuple[int, ...]:
-        """Return the fields of `TransferReported.moments`: delivered, number, hook; for the beginning, then the end.
+        """Return `delivered`, `number` and `hook` of `began`, and then of `ended`, for `TransferReported.moments`.
 
-        Of the end, `delivered` is stored as the difference from the beginning: mostly 0, which takes one byte.
+        The second `delivered` is stored as its difference from the first one. This is mostly 0, which takes one byte.
         """
         began, ended = self
         return (*began, ended.delivered - began.delivered, ended.number, ended.hook)

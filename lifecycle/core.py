@@ -71,7 +71,7 @@ class Core:
     job_regions: tuple[Region, ...]
     """The state machines of a job."""
     gating: Gating
-    """What an observation changes although a request's state refuses it."""
+    """What an observation still changes if it is illegal in the request's state."""
     handlers: Handlers
     """State → its handlers, in the order in which they are called."""
     rules: Mapping[str, Callable[[AuditModel], Checker]]
@@ -293,7 +293,10 @@ class Core:
 
     @cached_property
     def unjudged(self) -> frozenset[tuple[type[Event], RequestState | None]]:
-        """(Class of observations, state) on which an absent extension may have decided; None stands for all states."""
+        """(class, state): in this state, an absent extension may have decided on this class of observations.
+
+        None stands for all states.
+        """
         return frozenset(
             pair for extension in self.absent for pair in extension.declaration().unjudged(self.observations)
         )
@@ -312,8 +315,8 @@ class Core:
     def handlers_of_run(self) -> Handlers:
         """State → new copies of its handlers, for one ledger or one replay.
 
-        Handlers must not keep a memory. If a handler does, the next run gets a copy without that memory. A handler that
-        cannot be copied is used as it is.
+        Handlers must not remember anything. If a handler does, its memory stays in this copy, and the next run does not
+        get it. A handler that cannot be copied is used as it is.
         """
         try:
             return copy.deepcopy(dict(self.handlers))
@@ -422,7 +425,7 @@ def _check_instance(what: str, part: object) -> None:
 
 
 def own_hooks(handler: StateHandler) -> Iterator[str]:
-    """Yield the hooks for which a handler has another method than its base classes in `handlers.py`."""
+    """Yield the names of the methods of `StateHandler` that code outside of `handlers.py` has overridden."""
     of_package = [vars(base) for base in type(handler).__mro__ if base.__module__ == StateHandler.__module__]
     for hook in HOOKS:
         method = getattr(handler, hook)
@@ -440,7 +443,7 @@ def _copied(handler: StateHandler) -> StateHandler:
 
 
 def _is_for_its_state(handler: StateHandler, hook: str) -> bool:
-    """Whether the hook is defined on the handler object itself, or in a class that has the handler's state."""
+    """Whether this method is defined on the handler object itself, or in a class that has the handler's state."""
     owner = next((base for base in type(handler).__mro__ if hook in vars(base)), StateHandler)
     return hook in getattr(handler, "__dict__", ()) or getattr(owner, "state", None) is handler.state
 

@@ -48,7 +48,10 @@ class Declaration:
     """Whether the extension can choose chunks that are evicted last."""
 
     def unjudged(self, events: Iterable[type[e.Event]]) -> Iterator[tuple[type[e.Event], RequestState | None]]:
-        """Yield (class of observations, state) on which the extension may have decided; None stands for all states."""
+        """Yield (class, state): in this state, the extension may have decided on this class of observations.
+
+        None stands for all states.
+        """
         of_method = {event_class.handler_method: event_class for event_class in events}
         for replaced in self.replaces:
             yield from ((event_class, RequestState(replaced)) for event_class in of_method.values())

@@ -1,4 +1,4 @@
-"""Divergences: decisions that today's code makes in another way than the log has them.
+"""Divergences: differences between the decisions in a log and the decisions that today's code makes.
 
 This module must not know how events are replayed.
 """
@@ -32,10 +32,11 @@ class Divergence:
 
 
 class Divergences(list[Divergence]):
-    """The first `MAX_KEPT` divergences. `num_found` counts all: a log of other code may diverge at every event.
+    """The first `MAX_KEPT` divergences, and the number of all divergences in `num_found`.
 
-    `keeps`, if set, gets the sequence number and request id of each divergence and returns whether to count it. The id
-    is empty if the decision is about no request.
+    Only the first ones are stored, because other code may decide differently at every event. `keeps`, if set, gets the
+    sequence number and request id of each divergence and returns whether to count it. The id is empty if the decision
+    is about no request.
     """
 
     MAX_KEPT: ClassVar[int] = 1000

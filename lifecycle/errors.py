@@ -84,9 +84,9 @@ _MAX_MESSAGE = 200
 
 
 def without_secrets(error: BaseException, *, of_extension: bool = False) -> str:
-    """Return the error's class and the line that raised the error. Add the message of a `QuotesNothing`.
+    """Return the error's class, and the line that raised the error. For a `QuotesNothing`, add its message.
 
-    The messages of other errors are left out, because they may quote prompts and salts.
+    Messages of other errors are left out, because they may quote prompts and salts.
 
     Args:
         error: what was raised.

@@ -162,7 +162,7 @@ def decision(
 
 @observation("request.arrived")
 class RequestArrived(RequestEvent, frozen=True, tag=0):
-    """vLLM accepted a request (`on_new_request`). `ordinal` is the number of this life of the request id in the log.
+    """vLLM accepted a request (`on_new_request`), so a life begins. `ordinal` is the number of this life in the log.
 
     `trace_parent` is the caller's span in a distributed trace: 16 bytes of trace id and 8 bytes of span id; empty if
     the request belongs to no trace. `skips_prefix_cache`: whether vLLM uses no cached tokens for the request
@@ -183,10 +183,10 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
 class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
     """The keys of the request's chunks from `first_chunk` on. They replace all known keys from `first_chunk` on.
 
-    `hash_prefixes` has 4 bytes for each chunk, with which audits check the chunk's key. They are the first bytes of a
-    hash of vLLM (`Request.block_hashes`): the hash of the last block that does not extend beyond the chunk. They are
-    zeros if vLLM has no such hash. `hash_prefixes` is empty if it was not recorded. `are_block_hashes`: whether each
-    key must be a truncated copy of this hash. If not, each key must differ from the hash, because the key covers more.
+    Audits check each key against a hash of vLLM (`Request.block_hashes`): the hash of the last block that does not
+    extend beyond the chunk. `hash_prefixes` has the first 4 bytes of this hash for each chunk, or zeros if vLLM has no
+    such hash. It is empty if no hashes were recorded. `are_block_hashes`: whether each key must be the beginning of
+    this hash. If not, each key must differ from the hash, because the key covers more than the hash.
     """
 
     first_chunk: ChunkNumber
@@ -683,9 +683,9 @@ LOG_BEFORE = "the log before, "
 class WindowLeft(RequestEvent, frozen=True, tag=34):
     """vLLM frees blocks that the request's sliding windows have moved past.
 
-    The event is recorded before a step or the request's end, and only if the request was in the previous step. Until
-    this event, vLLM had freed only the blocks that the windows had left when `num_settled_tokens` tokens were settled.
-    The blocks that vLLM frees now keep their contents until the step's forward pass.
+    The event is recorded before a step or before `RequestFinished`, and only if the request was in the previous step.
+    Until this event, vLLM had freed only blocks that the windows had moved past when `num_settled_tokens` tokens were
+    settled. The blocks that vLLM frees now keep their contents until the step's forward pass.
     """
 
     num_settled_tokens: NumTokens
@@ -868,8 +868,8 @@ class StepReported(Event, frozen=True, tag=45):
     """Ranks sent the output of a step that has something to report.
 
     A step has something to report if it makes copies that are not asynchronous, if kvledger asked about a copy, or if
-    there are ends or unfilled blocks. The log has this event after the reports of the same output. If a copy that these
-    ranks had to report is neither in their reports nor in `under_way`, the ranks did not make this copy.
+    there are ends or unfilled blocks. The log has this event after the reports of the same output. The ranks
+    did not make a copy that they had to report if it is neither in their reports nor in `under_way`.
     """
 
     delivered: Sequence
@@ -881,9 +881,10 @@ class StepReported(Event, frozen=True, tag=45):
 
 
 class Difference(enum.StrEnum):
-    """How a hook and the log differed: the first item of an entry of `HooksExchanged.differences`.
+    """How a hook and the log differed. Each value is the first item of an entry of `HooksExchanged.differences`.
 
-    The entry's second item is a number: the ordinal of the life, unless the text of the member names another number.
+    The entry's second item is a number. It is the ordinal of the life, unless the description of the value here says
+    what else it is.
     """
 
     ARRIVAL = "arrival"

@@ -79,7 +79,7 @@ class Extension:
         return None
 
     def evidence(self, events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> Iterable[str]:
-        """Return lines that `why` adds to the last of these events. Derive the lines from these events.
+        """Return lines that `why` adds to the last of these events. The lines must follow from the arguments alone.
 
         Args:
             events: (sequence number, event) of one life, in log order: observations about the request, and answers.
@@ -177,7 +177,7 @@ class Extension:
 
 
 class Absent(Extension):
-    """Replaces an extension whose code is not available. Requests enter its sub-states, and its events are accepted."""
+    """Replaces an extension whose code is not available. It has the extension's sub-states and accepts its events."""
 
     def __init__(self, declared: Declaration) -> None:
         self._declared = declared

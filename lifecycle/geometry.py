@@ -119,10 +119,10 @@ class Geometry:
         return -(-num_tokens // self.chunk_size)
 
     def chunks_of_load(self, first_token: int, num_tokens: int, num_known: int) -> range:
-        """Return the chunks that a load of these tokens touches, at most up to the first chunk without a known key.
+        """Return the chunks that a load of these tokens touches, but no chunk after the first one without a known key.
 
-        A load may need a part of that chunk, but no chunk after it. The limit is for damaged logs, which may have any
-        numbers.
+        That chunk may contain a tail, and no load needs later chunks. The limit is for damaged logs, which may have
+        any numbers.
 
         Args:
             first_token: the first token of the load.
@@ -134,10 +134,10 @@ class Geometry:
         return range(first, min(end, max(first, num_known) + 1))
 
     def earlier_chunks(self, chunks: Iterable[int], num_known: int) -> list[int]:
-        """Return the chunks that come before one of these chunks in the same block, in ascending order.
+        """Return the chunks that share a block with one of these chunks and come before it, in ascending order.
 
-        The given chunks are left out, and so are all chunks from `num_known` on. The image of a later chunk in a block
-        contains the earlier chunks of the block.
+        The image of a later chunk in a block contains these earlier chunks, too. The given chunks are left out, and so
+        are all chunks from `num_known` on.
         """
         if not self.chunks_share_blocks:
             return []
@@ -154,7 +154,7 @@ class Geometry:
     # --- blocks and pages of chunks ------------------------------------------------------------
 
     def blocks_of(self, chunks: Iterable[int]) -> tuple[int, ...]:
-        """Return the positions, in the block table, of the blocks with tokens of the chunks: distinct, ascending."""
+        """Return the indices of the blocks that hold tokens of these chunks, ascending and without repetitions."""
         if self.chunks_share_blocks:
             return tuple(sorted({chunk * self.chunk_size // self.block_size for chunk in chunks}))
         blocks = self.chunk_size // self.block_size
@@ -175,9 +175,9 @@ class Geometry:
         return [page for chunk in chunks for page in range(chunk * num_pages, (chunk + 1) * num_pages)]
 
     def pages_for(self, chunks: Sequence[int], num_slots: int) -> Sequence[int]:
-        """Return the result of `pages_of`, but possibly without the pages after the first `num_slots`.
+        """Return the pages of the chunks, as `pages_of` does. Pages after the first `num_slots` may be left out.
 
-        Use it for copies in a log, because a damaged copy may name more chunks than it has slots for.
+        Use this for copies in a log. In a damaged log, a copy may name far more chunks than it has slots for.
         """
         return self.pages_of(chunks if self.chunks_share_blocks else chunks[: -(-num_slots // self.pages_per_chunk)])
 

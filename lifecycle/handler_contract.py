@@ -68,7 +68,7 @@ class Checked:
         return method if module.startswith(_OWN) else cls(method, core, projections)
 
     def __call__(self, turn: Turn, *arguments: object) -> None:
-        """Call the method with a copy of the turn, which accepts no decision after the first refused one.
+        """Call the method with a copy of the turn. After the first refused decision, the copy accepts no more.
 
         Raises:
             DecisionRefused: a decision was refused, even if the method caught the error. Or the method returned a

@@ -126,7 +126,7 @@ class Computing(Unfinished):
 
 
 class New(Waiting):
-    """A request without computed tokens. It has nothing to save, and does not wait for saves of its own."""
+    """A request without computed tokens. It has nothing to save, and its lookups do not wait for saves in flight."""
 
     state = RequestState.NEW
     awaits_saves = False
@@ -155,7 +155,7 @@ class ChunkedPrefill(Computing):
 
 
 class Running(Computing):
-    """A request of which every known token is computed or in flight, so it has no progress to record."""
+    """A request of which every known token is computed or in flight. Its prefill is complete."""
 
     state = RequestState.RUNNING
 

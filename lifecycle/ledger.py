@@ -127,7 +127,7 @@ class Ledger:
 
         Raises:
             ValueError: with `checks_input`, if the event is no observation, a field has a wrong type or is negative, an
-                arrival has another ordinal than `next_ordinal`, or a preemption or end has more settled tokens than
+                arrival has another ordinal than `next_ordinal`, or a `num_settled_tokens` counts more tokens than
                 were computed or loaded. Nothing is recorded in these cases.
             LedgerCorrupt: a projection failed during this call. Events that are already recorded stay and will be
                 committed. The error contains the decisions among them.
@@ -260,7 +260,7 @@ _Methods = tuple[Callable[..., None], ...]
 
 
 class Decider:
-    """Calls the handlers of a request's state before the observation, and passes their decisions to `decide`."""
+    """Calls the handlers of the state that a request had before the observation. Passes their decisions to `decide`."""
 
     def __init__(self, core: Core, projections: Projections, decide: Decide) -> None:
         self._core = core
@@ -329,13 +329,16 @@ class Decider:
                 release_if_settled(turn)
 
     def _illegal(self, record: RequestRecord, trigger: str, before: Before, cause: int) -> None:
-        """Report an illegal event, unless the request is quarantined: after one missed event, many are illegal."""
+        """Record that an event is illegal, and quarantine the request. Do nothing if it is in quarantine already.
+
+        After one missed event, many of the request's events are illegal.
+        """
         if record.trust is TrustRegion.TRUSTED:
             detail = f"{trigger} happened to a request in state {before.state}, blocks {before.blocks}"
             self._break(Rule.LEGAL_TRANSITION.value, record.request_id, detail, cause)
 
     def _break(self, rule: str, request_id: str, detail: str, cause: int) -> None:
-        """Report the broken rule, and quarantine the request if it is known."""
+        """Record that the rule is broken, and quarantine the request if it is known."""
         record = self._tracker.get(request_id)
         life = (request_id, e.NO_LIFE, e.NO_LIFE) if record is None else record.life
         self._decide(e.InvariantViolated(rule, *life, detail, cause))
@@ -393,7 +396,7 @@ class Decider:
     def _give_up(self, event: e.StepScheduled, cause: int) -> None:
         """Ask the workers about overdue copies, and give up copies that are overdue a second time.
 
-        Also give up each save for which a step had to wait, but did not wait.
+        Also give up each save for which a step did not wait, although it had to.
         """
         turn = EngineTurn(self._projections, self._decide, cause)
         for job_id in self._owed.lost_fences():

@@ -94,7 +94,7 @@ class Tables:
     events: Mapping[str, type[Event]]
     """Event id → class."""
     gating: Gating
-    """What an observation changes although the phase or `blocks` refuses it."""
+    """What an observation still changes if phase or `blocks` has no row for it."""
     extensions: tuple[Declaration, ...]
     """Names and parts of the extensions."""
     phase: Moves

@@ -81,7 +81,7 @@ def fold(
 
 @attrs.define
 class ReplayedEvent:
-    """The event that a replay is folding, or else the last one that it folded. A replay has one such object."""
+    """The event that a replay is folding or has last folded. A replay has one object of this class, and changes it."""
 
     sequence: int = 0
     event: Event | None = None
@@ -155,14 +155,14 @@ class Replay:
             self._take_up(*following)
 
     def finish(self) -> None:
-        """If this code makes one more decision after the last event, report it, because the log lacks it."""
+        """Add a divergence if this code made one more decision after the last event. The log lacks that decision."""
         if self.missing is not None:
             self.divergences.append(self.missing)
             self.missing = None
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether another replay needs only the folded state to continue, if the next event is an observation."""
+        """Whether another replay could continue with the folded state alone, if an observation comes next."""
         return self.missing is None and not self._stands_aside
 
     def _next(self) -> SequencedEvent | None:
@@ -263,7 +263,7 @@ class Replay:
         event: Any,  # noqa: ANN401 -- of any class
         reference: ReferenceMachine,
     ) -> list[tuple[RequestRecord | Copy, _Standing]]:
-        """Return (request or job, states to which the reference machine moves it) for each one that the event moves."""
+        """Return (record, its states after the event by the reference machine) for each request or job of the event."""
         expected: list[tuple[RequestRecord | Copy, _Standing]] = []
         # An arrival has no row in the tables, even if it uses an id again.
         if isinstance(event, RequestEvent) and type(event) is not RequestArrived:

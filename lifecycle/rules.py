@@ -6,7 +6,7 @@ import enum
 
 
 class Rule(enum.StrEnum):
-    """A rule whose violation is recorded as `invariant.violated`."""
+    """A rule. If it is broken while kvledger serves, the event `invariant.violated` is recorded."""
 
     LEGAL_TRANSITION = "LEGAL_TRANSITION"
     ALLOC_MATCHES_LOOKUP = "ALLOC_MATCHES_LOOKUP"

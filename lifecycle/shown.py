@@ -1,4 +1,4 @@
-"""Shows configured values and addresses without passwords and tokens. This module must not name any setting."""
+"""Shows configured values and addresses without passwords and access tokens. This module must not name any setting."""
 
 from __future__ import annotations
 

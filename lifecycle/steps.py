@@ -31,7 +31,7 @@ class Scheduled:
     new_block_ids: tuple[int, ...] = ()
     """Blocks appended to the request's table since its last step, without blocks that a `BlocksAllocated` contains."""
     num_in_flight_tokens: int = 0
-    """Computed tokens of steps in flight. They may not be written yet, or vLLM may take them back."""
+    """The part of `num_computed_tokens` in steps in flight. vLLM may not have written them, or may take them back."""
 
 
 class StepEncoder:
@@ -44,7 +44,7 @@ class StepEncoder:
     def encode(self, scheduled: Iterable[Scheduled], time_ns: int) -> StepScheduled:
         """Return the step that schedules these requests and no others.
 
-        Of a request that the ledger does not know, only the scheduled tokens are counted. Record chunk keys
+        For a request that the ledger does not know, the step counts only the scheduled tokens. Record chunk keys
         (`ChunkKeysObserved`) before the step in which their chunks settle.
         """
         requests = {request.request_id: request for request in scheduled}

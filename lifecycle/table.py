@@ -4,7 +4,7 @@ Rule 1: Only these tables move states. Handlers, projections and adapters set no
         tables define to which states the events lead.
 Rule 2: The tables do nothing else. Token counts, blocks, chunks and jobs belong to the projections.
 Rule 3: An event is illegal if `PHASE` or `BLOCKS` names it but has no row for it in the present state. An illegal event
-        stays in the log, kvledger records a violation, and the request recomputes. `GATING` defines what an illegal
+        stays in the log, kvledger records a broken rule, and the request recomputes. `GATING` defines what an illegal
         event changes nevertheless. The other regions refuse nothing: each has a row for every state and every event
         that it names.
 Rule 4: No row leaves `finished`, no row starts from "any state", no pair of state and trigger occurs twice, and every
@@ -30,8 +30,8 @@ Theory of operation
   lookup with granted blocks leads to `none`: after a failed asynchronous load, vLLM frees the blocks and calls no hook.
 
   FIRST is whether a request must compute tokens before it is offered another load, because a load failed. A rollback to
-  0 tokens begins a generation. A `LoadFailed` that follows is about the earlier generation, so it does not move the
-  request. The request runs and is not looked up, so it does not have to compute tokens first.
+  0 tokens begins a generation. A later `LoadFailed` of the earlier generation does not move the request. This is right:
+  the request is running, and vLLM does not look it up, so it does not have to compute tokens first.
 
   CURRENT is whether the computed tokens may be saved. Tokens that are computed on top of stale tokens are stale too. A
   preemption leads back to `current`: whether the lost blocks may be saved depends on the state before the preemption.
@@ -252,7 +252,7 @@ JOB_REGIONS = (WORK, SOURCE)
 
 @attrs.frozen
 class Gating:
-    """What an observation about one request changes although the request's states refuse it."""
+    """What an observation about one request still changes if it is illegal in the request's states."""
 
     resync: Mapping[tuple[S, str], tuple[S, BlocksRegion]]
     """(phase, trigger) → (phase, blocks) afterwards, for a refused observation that shows that the request has blocks.

@@ -24,7 +24,7 @@ class UpcasterError(ValueError):
 
 
 def check_upcasters(upcasters: Upcasters, events: Mapping[str, type[Event]]) -> None:
-    """Check that a chain without a gap leads from version 1 of every event to its version in `events`.
+    """Check that upcasters lead from version 1 of every event, one version at a time, to its version in `events`.
 
     Raises:
         UpcasterError: an upcaster is missing, leads past today's version, or is for an event that does not exist.

@@ -109,12 +109,12 @@ class New(Preempted):
         decisions.reports.report_progress(turn)
 
     def transfer_settled(self, turn: Turn, _job: object) -> None:
-        """Report the request's progress after its load."""
+        """Record how far the request's prefill has come after the load."""
         decisions.reports.report_progress(turn)
 
 
 class ChunkedPrefill(StateHandler):
-    """Handler of a request that computes its prompt. In this state, the next turn of a session gets its blocks."""
+    """Handler of a request that computes its prompt. A session's next turn also gets its blocks in this state."""
 
     state = RequestState.CHUNKED_PREFILL
 
@@ -128,7 +128,7 @@ class ChunkedPrefill(StateHandler):
 
 
 class Running(StateHandler):
-    """Handler of a request that decodes. It has no progress to report."""
+    """Handler of a request that decodes. Its prefill is complete, so no progress is recorded."""
 
     state = RequestState.RUNNING
 
@@ -145,7 +145,7 @@ class Finished(StateHandler):
     state = RequestState.FINISHED
 
     def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
-        """Hold the blocks if the connector keeps them; otherwise release the request."""
+        """If the connector keeps the blocks, record that they are held. Otherwise release the request."""
         payload = Recorder.payload_of(event)
         if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
             turn.decide(e.BlocksHeld(*turn.record.life, turn.cause))

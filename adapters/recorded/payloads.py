@@ -46,7 +46,7 @@ class RecordingStarted(msgspec.Struct, frozen=True):
     def unit_tokens(self, block_size: int) -> int:
         """Return the number of tokens that the connector saves or finds together, from the connector's options.
 
-        0: the options do not have this number. `block_size` is the block size of vLLM.
+        Returns 0 if the options do not have this number. `block_size` is vLLM's block size.
         """
         options = self.kv_transfer.get("kv_connector_extra_config")
         option = _UNITS.get(str(self.kv_transfer.get("kv_connector")))
@@ -87,7 +87,7 @@ class Returned(msgspec.Struct, frozen=True):
 
 
 class WorkerStarted(msgspec.Struct, frozen=True):
-    """First event of a worker's log. The log's header has the same content."""
+    """First event of a worker's log. The log's header block repeats its content."""
 
     engine_id: str
     """vLLM's engine id, as in the header of the scheduler's log."""
@@ -97,7 +97,7 @@ class WorkerStarted(msgspec.Struct, frozen=True):
 
 
 class Called(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A hook of the wrapped connector is about to be called. On the scheduler, written only for `shutdown`."""
+    """A hook of the wrapped connector is about to be called. The scheduler's log has this event only for `shutdown`."""
 
     hook: str
     step: Int64 = -1
@@ -140,10 +140,10 @@ OWN = -1
 
 
 class ReportedBy(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Ids of requests for which one worker reports that a load or the sending of blocks has ended.
+    """The requests for which one connector says, on one rank, that a load or the sending of blocks has ended.
 
-    The report is from the recorded connector, or from a child of a recorded `MultiConnector`. Written only if there are
-    other children, because vLLM merges the reports of all children.
+    The connector is the recorded one, or a child of a recorded `MultiConnector`. The event is written only if another
+    connector merges these reports with those of other children, so that vLLM does not see who reported.
     """
 
     child: Int64
@@ -187,8 +187,8 @@ class Transferred(msgspec.Struct, frozen=True, omit_defaults=True):
     def places(self, table: Sequence[int]) -> Iterator[int | None]:
         """Yield the index in `table` of each of the copy's blocks.
 
-        The first block must be at `first_block`, if that is known. Each other block must be after the previous block.
-        At the first block for which this is not true, yield None and stop.
+        The copy's first block must be at `first_block`, if that index is known. In the table, each later block of the
+        copy must come after the copy's previous block. At the first block that breaks this, yield None and stop.
         """
         start, end = self.first_block, self.first_block + 1
         for block_id in self.block_ids:

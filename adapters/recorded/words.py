@@ -1,4 +1,4 @@
-"""A recorder's events in English, with figures and evidence for tools, and the hook call in which a log ends.
+"""Puts a recorder's events into English, yields figures and evidence, and finds the hook call in which a log ends.
 
 This module must not know vLLM or any connector.
 """
@@ -116,9 +116,9 @@ class InWords(RecorderEvents):
         return None if describe is None else describe(payload)
 
     def evidence(self, events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterator[str]:
-        """If the last event shows that the connector keeps the request's blocks, yield a line about the reason.
+        """If the last event shows that the connector keeps the request's blocks, yield a line that may explain why.
 
-        The line says how many blocks the connector had given its workers to save.
+        The line says how many blocks the connector gave its workers to save, or that the log does not show the reason.
         """
         _, event = events[-1]
         payload = payload_of(event) if isinstance(event, e.ExtensionObserved) else None

@@ -188,7 +188,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     # --- both sides ------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Bind a step's metadata to the wrapped connector, and to the recorder, from which vLLM reads the metadata."""
+        """Bind a step's metadata to the wrapped connector and to the recorder. vLLM reads it from the recorder."""
         super().bind_connector_metadata(connector_metadata)
         if self.digests is not None:
             self.digests.step_begins(connector_metadata)
@@ -336,7 +336,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         self._recorded.reported_to_vllm(connector_output, duration_ns)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Record the end of a request.
+        """Record that a request has finished.
 
         If the wrapped connector supports several groups of layers, its `request_finished_all_groups` is called. vLLM
         would do the same.
@@ -366,7 +366,7 @@ class KVLedgerRecorderHMA(KVLedgerRecorder, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Record the end of a request."""
+        """Record that a request has finished."""
         return self._end(request, "request_finished_all_groups", block_ids)
 
 

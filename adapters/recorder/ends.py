@@ -2,9 +2,9 @@
 
 vLLM merges the reports of all workers, and a `MultiConnector` merges the reports of its children. Each worker therefore
 notes the ends that the wrapped connector, or each child of a wrapped `MultiConnector`, reports. The noted ends reach
-the scheduler's side in the envelope around the worker metadata (`page_digests.py`). The ends that the wrapped
-connector itself reports are recorded only if another connector contains the recorder. Only the scheduler's side can
-find out whether this is so (`place.py`).
+the scheduler's side in the envelope around the worker metadata (`page_digests.py`). If no other connector contains the
+recorder, the ends that the wrapped connector itself reports are in the log already, and are not recorded again. Only
+the scheduler's side can find out whether another connector contains the recorder (`place.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class WorkerEnds:
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
         """Log a warning that an end was not noted. The decorator `guarded` calls this if another method raises."""
         messages.warning(
-            "kvledger could not record which connector reported the end of a load or of a sending",
+            "kvledger could not record which connector reported that a load, or the sending of blocks, has ended",
             hook=hook,
             error=described(error),
         )

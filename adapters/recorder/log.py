@@ -45,7 +45,7 @@ class RecorderLog:
         return self.ledger.observe(event)
 
     def note(self, payload: msgspec.Struct, request_id: str | None = None) -> None:
-        """Record an event of the recorder about a request. Without `request_id`, the event is about the engine."""
+        """Record one of the recorder's own events. It is about a request, or without `request_id` about the engine."""
         if request_id is None:
             self.observe(Recorder.noted(payload, self.now()))
         else:

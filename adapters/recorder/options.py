@@ -1,8 +1,9 @@
 """Decides which options of a connector a log may contain.
 
 An allow list names these options, because no rule recognises every secret. The values of other options are replaced by
-their type and length. In the comments with sources, C is `distributed/kv_transfer/kv_connector/v1/` and O is
-`v1/kv_offload/`. Paths are in `vllm/` of vLLM 0.32, except where the comment names another source.
+their type and length. Comments in the list name the files that read the options. There, C stands for
+`distributed/kv_transfer/kv_connector/v1/`, and O for `v1/kv_offload/`. Paths are in `vllm/` of vLLM 0.32, except where
+the comment names another source.
 """
 
 from __future__ import annotations

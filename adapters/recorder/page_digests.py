@@ -126,7 +126,7 @@ class RecordedPages:
             (self._loading if copied.is_load and copied.ends_with != payloads.STEP else self._of_step).append(copied)
 
     def step_has_computed(self) -> None:
-        """Compute the digests of the pages that the step copies. They are full now; the saves have not ended yet."""
+        """Compute the digests of the pages that the step copies. These pages are full now. No save has ended yet."""
         copies, self._of_step = self._of_step, []
         self._digest(copies)
 

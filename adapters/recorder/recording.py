@@ -1,7 +1,7 @@
-"""Records the scheduler's side: each hook call before the call is made, and the wrapped connector's answer.
+"""Records the hook calls on the scheduler's side, each before it is made, and the wrapped connector's answers.
 
-The recording keeps references to vLLM's live requests and reads them in hooks. Nothing here raises an exception or
-makes a decision.
+The recording keeps references to vLLM's live requests and reads these requests in hooks. No method here raises an
+exception or makes a decision.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Recording:
 
     @_records
     def finished(self, request: Request) -> None:
-        """Record the end of a request."""
+        """Record that a request has finished."""
         request = self._ids.of(request)
         record = self._tracker.get(request.request_id)
         if record is None:
@@ -254,7 +254,7 @@ class Recording:
         return self._ids.of(request)
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Keep the scheduler's block manager, which shows resets that clear only vLLM's own prefix cache."""
+        """Keep the scheduler's block manager. It shows when vLLM's own prefix cache alone is reset."""
         self._request_reader.bind(manager)
 
     def _notice_reset(self) -> None:

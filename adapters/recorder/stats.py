@@ -34,7 +34,7 @@ class RecordedStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the figures in `other`, if their envelope names the same connector class.
 
-        `MultiConnector` passes the envelopes of all its recorders to this method, because they have the same class.
+        All recorders have the same class. `MultiConnector` therefore passes the envelopes of all its recorders here.
         """
         if isinstance(other, RecordedStats) and other.wrapped == self.wrapped:
             self.figures = self.figures.aggregate(other.figures)
@@ -58,7 +58,7 @@ def enveloped(connector: object, figures: KVConnectorStats | None) -> RecordedSt
 
 
 def opened(data: dict[str, Any] | None) -> KVConnectorStats | None:
-    """Rebuild an envelope from the result of `to_dict`, which names the connector class that rebuilds the figures."""
+    """Rebuild an envelope from a result of `to_dict`. The connector class named in it rebuilds the figures."""
     if not data:
         return None
     module_name, _, class_name = data[WRAPPED].partition(":")

@@ -1,4 +1,4 @@
-"""Records the beginnings and ends of copies, as decoders read them from the metadata of connector and workers.
+"""Records when copies begin and end, as decoders read it from the metadata of the connector and of its workers.
 
 If the metadata does not name a copy's request, the copy is recorded for the request that most recently got the blocks.
 This module must not know any connector's metadata.
@@ -40,7 +40,7 @@ class Transfers:
     """Records copies, until a decoder fails to read metadata."""
 
     def __init__(self, log: RecorderLog, num_workers: int, *, digest_share: float, ids: LogIds) -> None:
-        """Use `ids`, which maps vLLM's request ids to the ids in the log."""
+        """Record into `log`. `ids` maps vLLM's request ids to the ids in the log."""
         self._log = log
         self._digest_share = digest_share
         self._ids = ids
@@ -94,7 +94,7 @@ class Transfers:
         return (*self._filled_since(), *asked)
 
     def _filled_since(self) -> Iterator[CopiedPages]:
-        """Yield the blocks that were saved before they were full and that this step fills. Workers digest them now."""
+        """Yield blocks that were saved before they were full, if this step fills them, so that workers digest them."""
         num_groups = len(self._log.configuration.windows)
         for block_id, (page, copy) in list(self._part_filled.items()):
             record, (block, group) = self._tracker.of(page.life[1]), divmod(page.place, num_groups)
@@ -155,7 +155,7 @@ class Transfers:
             self._log.observe(e.PagesDigested(*pages.life, found.rank, is_load, *where, found.digests, (), now))
 
     def reported(self, worker_metadata: object) -> None:
-        """Add a report of some workers. Record the jobs that all workers have now done."""
+        """Count the workers that have done each job. Record the jobs that all workers have now done."""
         for job, count in self._read(worker_metadata, lambda: list(decoders.completed(worker_metadata))) or ():
             self._reports[job] += count
         ended = tuple(job for job, count in self._reports.items() if count >= self._num_workers)

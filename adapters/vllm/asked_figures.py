@@ -1,4 +1,4 @@
-"""The figures of a single request, such as its loaded tokens, for a client that asks for them.
+"""Gives the figures of a single request, such as its loaded tokens, to a client that asks for them.
 
 A client sends `"kv_transfer_params": {"kvledger_figures": true}` and finds the figures in the response, in
 `kv_transfer_params["kvledger"]`. `kvledger.adapters.figures` defines how much each event adds to each figure. This
@@ -70,7 +70,7 @@ class AskedFigures:
         self._asked[event.request_id] = _Asked(event.ordinal, event.time_ns)
 
     def take(self, request_id: str) -> dict[str, Any] | None:
-        """Return the figures for the response to an ended request; None if the request did not ask for its figures."""
+        """Return the figures for the response to a finished request; None if the request did not ask for figures."""
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return None

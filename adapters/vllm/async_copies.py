@@ -28,7 +28,7 @@ class AsyncCopies:
     """The pending copies of one rank, and the latest reports of ended copies.
 
     If later work depends on a copy, the device runs the copy first. If `waits` is true, the CPU waits until the copy
-    has ended, before it starts that work. `clock` gives the moments at which copies begin and end.
+    has ended, before it starts that work. `clock` numbers the moments at which copies begin and end.
     """
 
     def __init__(self, rank: int, clock: StepClock | None = None, *, waits: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""KV events for routers: which blocks can be loaded from the host pool (`take_events`).
+"""Makes KV events, which tell routers what blocks can be loaded from the host pool (`take_events`).
 
 A KV event describes a block as vLLM describes a block on the device, except for the medium. kvledger makes KV events
 from the decisions in the log, and does not record them in the log. kvledger publishes a chunk as stored when its save
@@ -53,7 +53,10 @@ class ChunkBlocks:
     kind: str
 
     def stored(self, request: Request, chunk: int, key: bytes) -> BlockStored | None:
-        """Return the event that chunk number `chunk` is stored; None if `key` was not made from its block hashes."""
+        """Return the event that chunk number `chunk` is stored.
+
+        None if `key` was not made from vLLM's hash of the chunk's last block.
+        """
         first_token, end = chunk * self.chunk_size, (chunk + 1) * self.chunk_size
         hashes, step = request.block_hashes, self.hash_block_size
         if end // step > len(hashes) or key_of_hash(request, hashes[end // step - 1]) != key:
@@ -96,7 +99,7 @@ class ChunkBlocks:
 def chunk_blocks(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, configuration: LedgerConfiguration
 ) -> ChunkBlocks | None:
-    """Return the description of chunks for KV events.
+    """Return the object that makes the KV events about chunks.
 
     None if vLLM publishes no KV events, or if a chunk is smaller than a block.
     """
@@ -154,8 +157,8 @@ class CacheEvents:
             raise_if_unstoppable(error)
             self.stop()
             messages.error(
-                "KV events of the host pool stop until the engine restarts, because publishing failed; kvledger "
-                "publishes all stored blocks as removed",
+                "KV events of the host pool stop until the engine restarts, because of an error; the last KV events "
+                "publish all blocks as removed",
                 error=described(error),
             )
 
@@ -211,9 +214,9 @@ class CacheEvents:
         return found
 
     def _count(self, block_hashes: Sequence[ExternalBlockHash]) -> int:
-        """Count one more published chunk for each of these blocks.
+        """Record that one more published chunk has these blocks.
 
-        Returns how many of these blocks other published chunks contain.
+        Returns how many of these blocks were already in a published chunk.
         """
         num_known = 0
         for block_hash in block_hashes:

@@ -1,4 +1,4 @@
-"""Chunk keys: hashes of a chunk's tokens and of everything before them, including salt, adapter and media.
+"""Computes chunk keys: hashes of a chunk's tokens and all tokens before them, with salt, adapter and media.
 
 If the chunk size is a multiple of vLLM's hash block size, a chunk's key is vLLM's own chained hash of the chunk's last
 block. For other chunk sizes, kvledger computes chained hashes itself, with vLLM's hash function, vLLM's extra keys, and
@@ -40,11 +40,11 @@ class ChunkKeySource:
 
         Args:
             chunk_size: tokens of a chunk.
-            hash_block_size: tokens of one of vLLM's block hashes.
+            hash_block_size: tokens per block hash of vLLM.
             hash_tokens: hashes a chunk if its size is not a multiple of `hash_block_size`; see `versions.token_hasher`.
             vllm_shares_blocks: whether vLLM's prefix cache is on. If it is, requests with prompt embeddings get no
-                keys. vLLM's hash leaves out which positions take embeddings. Such a request may therefore hold another
-                request's KV, which kvledger must not save.
+                keys: vLLM's hash leaves out which positions take embeddings. vLLM may therefore give such a request
+                blocks with another request's KV, which kvledger must not save.
         """
         self._chunk_size = chunk_size
         self.hash_block_size = hash_block_size
@@ -66,7 +66,7 @@ class ChunkKeySource:
     def keys(self, request: Request, first_chunk: int, parent: bytes | None) -> tuple[bytes, ...]:
         """Return the keys of all whole chunks of the request's known tokens, from chunk number `first_chunk` on.
 
-        `parent` is the key of the chunk before `first_chunk`; None if `first_chunk` is 0. The request is not kept.
+        `parent` is the key of the chunk before `first_chunk`; None if `first_chunk` is 0. `request` is not kept.
         """
         if self.why_uncached(request):
             return ()

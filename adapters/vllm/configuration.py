@@ -1,7 +1,7 @@
-"""The keys of `kv_connector_extra_config`, checked before an engine starts.
+"""Defines the keys of `kv_connector_extra_config`, and checks them before an engine starts.
 
-kvledger refuses an unknown key, a size that cannot work and a handler that cannot be imported. The error contains the
-figures and the remedy.
+kvledger refuses an unknown key, a size that cannot work and a handler that cannot be imported. The error says why, and
+what to write instead.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ConnectorSettings(LogSettings):
 
     save_interval_tokens: pydantic.NonNegativeInt | None = None
     """Number of tokens that a request decodes before kvledger saves the chunks with these tokens: at least one chunk,
-    or 0 to save each chunk when it has settled. The prompt's chunks do not wait for this interval. At a preemption and
-    at the end of a request, kvledger saves all chunks that are not saved yet. Default: 256, or one chunk if a chunk is
-    longer."""
+    or 0 to save each chunk when its tokens have settled. The prompt's chunks do not wait for this interval. When a
+    request is preempted or finishes, kvledger saves all of its chunks that are not saved yet. Default: 256, or one
+    chunk if a chunk is longer."""
 
     host_bytes: pydantic.ByteSize | None = pydantic.Field(None, gt=0)
     """Host memory for saved pages of all ranks together: a number of bytes or a string such as "4GiB". kvledger refuses
@@ -145,8 +145,8 @@ class ConnectorSettings(LogSettings):
         """Return a configuration with the sizes for this block size. The number of slots is a placeholder.
 
         Raises:
-            ConfigurationError: neither of chunk and block size divides the other, or the save interval is less than a
-                chunk.
+            ConfigurationError: neither the chunk size nor the block size is a multiple of the other, or the save
+                interval is less than a chunk.
         """
         chunk_size = self.chunk_size
         if chunk_size is None:
@@ -173,12 +173,12 @@ class ConnectorSettings(LogSettings):
         needs_async_loads: bool = False,
         has_prefix_cache: bool = False,
     ) -> LedgerConfiguration:
-        """Return the configuration of the ledger, in tokens and slots.
+        """Return the configuration on which kvledger's decisions depend, with sizes in tokens and slots.
 
         Args:
             block_size: tokens of one KV cache block.
             block_bytes: bytes of one block on one rank.
-            num_ranks: number of workers. Each worker copies every block or its part of every block.
+            num_ranks: number of workers.
             num_pools: number of pools among which `host_bytes` is divided: 1 if all ranks share a pool. None: one pool
                 per rank.
             windows: window of each group in tokens, 0 for a group without a window.
@@ -187,8 +187,8 @@ class ConnectorSettings(LogSettings):
             has_prefix_cache: whether vLLM's own prefix cache is on.
 
         Raises:
-            ConfigurationError: neither of chunk and block size divides the other, the save interval is less than a
-                chunk, or the pool cannot hold one chunk.
+            ConfigurationError: neither the chunk size nor the block size is a multiple of the other, the save interval
+                is less than a chunk, or the pool cannot hold one chunk.
         """
         num_pools = num_ranks if num_pools is None else num_pools
         sizes = self.sizes(block_size)
@@ -269,7 +269,7 @@ class ConnectorSettings(LogSettings):
         Call this only if all ranks run on this machine.
 
         Raises:
-            ConfigurationError: `host_bytes` is too large. The error contains the figures and the remedy.
+            ConfigurationError: `host_bytes` is too large. The error names a size that fits.
         """
         most = most_memory()
         if most is not None:

@@ -108,9 +108,9 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         loads_must_not_fail = configuration.async_load_tokens != 0 and versions.needs_async_loads(vllm_config)
         if loads_must_not_fail:
             messages.warning(
-                "with async scheduling and the policy 'recompute', vLLM delivers a token computed on top of a failed "
-                "synchronous load, and only then recomputes; set load_mode to 'async' or 'auto', or "
-                "kv_load_failure_policy to 'fail' (under MultiConnector, only the policy of the parent applies)"
+                "with async scheduling and the policy 'recompute', vLLM may deliver a wrong token after a "
+                "synchronous load has failed, and only then recomputes; set load_mode to 'async' or 'auto', or "
+                "kv_load_failure_policy to 'fail' (under MultiConnector, only MultiConnector's own policy applies)"
             )
         speculates = versions.uses_speculation(vllm_config)
         self._scheduler_side = SchedulerSide(
@@ -140,7 +140,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @cached_property
     def scheduler_side(self) -> SchedulerSide:
-        """The half that owns the ledger. It exists only in the scheduler's process.
+        """The scheduler's half of the connector. It exists only in the scheduler's process.
 
         Raises:
             RuntimeError: this connector was created for a worker.
@@ -338,17 +338,17 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         self._edge.output_leaves(arrived, connector_output)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Record the end of a request.
+        """Record that a request has finished.
 
-        Returns whether vLLM must keep the request's blocks because a copy reads them, and figures for the response if
-        the request asked for them.
+        Returns whether vLLM must keep the request's blocks because a copy reads them. Also returns figures for the
+        response, if the request asked for figures.
         """
         return self._request_finished(request, len(block_ids))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do the same as `request_finished` for a model with several groups, whose block tables have equal lengths."""
+        """Do the same as `request_finished`, for a model with several groups. All block tables have equal lengths."""
         return self._request_finished(request, max(map(len, block_ids), default=0))
 
     def _request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:

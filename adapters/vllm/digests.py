@@ -22,12 +22,12 @@ _ALL = 1 << 64
 
 
 def is_chosen(number: int, share: float) -> bool:
-    """Whether the slot or block with this number is in the digested share. It depends on these two numbers only."""
+    """Whether the slot or block with this number is in the digested share. Depends on the two arguments only."""
     return number * _SPREADS % _ALL < share * _ALL
 
 
 class DigestedPages:
-    """Chooses which pages of one engine are digested, and makes the observations of their digests."""
+    """Chooses which pages of one engine are digested, and turns the reported digests into observations."""
 
     share: float = 0
     """Share of the slots that are digested, from 0 (none) to 1 (all)."""

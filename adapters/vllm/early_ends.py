@@ -43,7 +43,7 @@ class EarlyEnds:
         """Ids in the log of the `_MAX_ENDED` requests that ended most recently and had blocks."""
 
     def ended_with_blocks(self, request_id: str) -> None:
-        """Record that vLLM has ended a request that had blocks; `request_id` is the id in the log."""
+        """Record that a request with blocks has finished; `request_id` is its id in the log."""
         self._ended_with_blocks.append(request_id)
 
     def refuse(self, output: KVConnectorOutput) -> None:
@@ -71,7 +71,7 @@ class EarlyEnds:
                 logged = self._ids.logged(request_id)
                 self._journal.messages.error(
                     "another connector reported an end too early (the end of a load or save of this request); kvledger "
-                    "removed the report before vLLM acted on it",
+                    "removed this end before vLLM acted on it",
                     request_id=logged,
                     field=field,
                 )
@@ -85,7 +85,7 @@ class EarlyEnds:
     def _is_gone(self, request_id: str, given_id: str) -> bool:
         """Whether vLLM has freed the request's blocks and forgotten the request. `given_id` is vLLM's id.
 
-        False if the request had no blocks when it ended. vLLM may then still know the request, because another child
+        False if the request had no blocks when it finished. vLLM may then still know the request, because another child
         may have asked vLLM to keep it.
         """
         return (

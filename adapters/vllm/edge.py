@@ -1,4 +1,4 @@
-"""Compares the events that the ledger records with the values that the hooks and vLLM exchange.
+"""Compares the events in the log with the values that the hooks and vLLM exchange.
 
 The connector calls `Edge` before a hook returns, and for some hooks also when vLLM calls the hook. `Edge` also gets
 every recorded event. If the code between the log and vLLM has a bug, an event differs from the exchanged value. `Edge`
@@ -236,7 +236,7 @@ class Edge:
 
     @_safely
     def arrived(self, request_id: str) -> None:
-        """Compare the arrival of a request with the log, before `on_new_request` returns."""
+        """Note a difference if the log does not have the arrival of this request (`on_new_request`)."""
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             self._differ(Difference.ARRIVAL, e.NO_LIFE, "the arrival of a request was not recorded")
@@ -249,7 +249,7 @@ class Edge:
 
     @_safely
     def answered(self, request_id: str, answer: tuple[int | None, bool]) -> None:
-        """Compare the answer to a lookup with the log, before `get_num_new_matched_tokens` returns the answer."""
+        """Note a difference if `get_num_new_matched_tokens` returns another answer than the log has."""
         decided, self._answer = self._answer, None
         ordinal = self._open.get(request_id, e.NO_LIFE)
         if decided is not None and decided.ordinal != ordinal:  # of another hook, or of another request
@@ -274,7 +274,7 @@ class Edge:
 
     @_safely
     def allocated(self, request_id: str, num_external_tokens: int) -> None:
-        """Compare an allocation with the log, before `update_state_after_alloc` returns."""
+        """Note a difference if the log lacks this allocation or its number of tokens."""
         allocated, self._allocated = self._allocated, None
         ordinal = self._open.get(request_id, e.NO_LIFE)
         if allocated is None or self._ordinals.get(allocated.request_id, e.NO_LIFE) != ordinal:
@@ -288,13 +288,13 @@ class Edge:
 
     @_safely
     def finished(self, request_id: str, keeps_blocks: bool) -> None:
-        """Compare the end of a request with the log, before `request_finished` returns `keeps_blocks`."""
+        """Note a difference if the log lacks the `RequestFinished`, or contradicts the answer `keeps_blocks`."""
         finished, held = self._finished, self._held
         self._finished, self._held = [], []
         self._ended.add(request_id)
         if not finished:
             if request_id in self._open:
-                self._differ(Difference.FINISH, self._open[request_id], "the end of the request was not recorded")
+                self._differ(Difference.FINISH, self._open[request_id], "it was not recorded that the request finished")
             elif keeps_blocks:
                 self._differ(Difference.FINISH, e.NO_LIFE, "vLLM keeps blocks of a request that is not in the log")
             return
@@ -302,10 +302,12 @@ class Edge:
         if keeps_blocks:
             self._kept.add(ordinal)
         if self._ids.get(ordinal, (request_id,))[0] != request_id:
-            self._differ(Difference.FINISH, ordinal, "the end of another request was recorded")
+            self._differ(Difference.FINISH, ordinal, "it was recorded that another request finished")
         elif keeps_blocks is not (ordinal in held):
             what = (
-                "vLLM keeps the blocks, the log does not" if keeps_blocks else "the log keeps the blocks, vLLM does not"
+                "vLLM keeps the blocks, but the log does not say so"
+                if keeps_blocks
+                else "the log says that vLLM keeps the blocks, but it does not"
             )
             self._differ(Difference.FINISH, ordinal, what)
         else:
@@ -337,7 +339,7 @@ class Edge:
 
     @_safely
     def handed_out(self, jobs: StepJobs) -> None:
-        """Compare the jobs of a step with the log, before `build_connector_meta` returns them."""
+        """Note each job, reminder, block or end that only one of `jobs` (`build_connector_meta`) and the log has."""
         delivered, self._delivered = self._delivered, []
         if not delivered and not jobs:
             return
@@ -396,7 +398,7 @@ class Edge:
         return next((ordinal for ordinal, (given, _) in self._ids.items() if given == which), e.NO_LIFE)
 
     def _list_of_job(self, name: str, job: Any) -> str:
-        """Return `name`, the field of `StepJobs` with the job. Add a remark if the log has other pages for this job."""
+        """Return `name`, the field of `StepJobs` with this job; add a remark if the log has other pages for the job."""
         decided = self._jobs.get(job.job_id)
         if decided is None or (decided.block_ids == job.block_ids and decided.slots == job.slots):
             return name
@@ -407,13 +409,13 @@ class Edge:
 
     @_safely
     def pending_work(self, answer: bool) -> None:
-        """Compare the answer of `has_pending_push_work` with the recorded jobs, before the hook returns the answer."""
+        """Note a difference if `has_pending_push_work` answers False although a recorded job is not settled."""
         if not answer and self._jobs:
             self._differ(Difference.PENDING_WORK, min(self._jobs), "kvledger answered that nothing is pending")
 
     @_safely
     def pending_frees(self, answer: bool) -> None:
-        """Compare the answer of `has_pending_block_frees` with the kept blocks, before the hook returns the answer."""
+        """Note a difference if `has_pending_block_frees` answers True, but vLLM keeps no finished request's blocks."""
         if answer and not self._kept:
             self._differ(
                 Difference.PENDING_FREES, e.NO_LIFE, "kvledger asked vLLM to wait for blocks, but none are kept"
@@ -421,7 +423,7 @@ class Edge:
 
     @_safely
     def reset(self, answer: bool | None) -> None:
-        """Compare the answer of `reset_cache` with the recorded resets, before the hook returns the answer."""
+        """Note a difference if `reset_cache` answers True without a reset in the log, or False in spite of one."""
         num_resets, self._num_resets = self._num_resets, 0
         if bool(answer) is not bool(num_resets):
             self._differ(Difference.RESET, e.NO_LIFE, f"kvledger answered {answer}, but recorded {num_resets} resets")
@@ -446,7 +448,7 @@ class Edge:
 
     @_safely
     def output_leaves(self, arrived: Arrived | None, output: KVConnectorOutput) -> None:
-        """Compare the output with the log, before `update_connector_output` returns and vLLM acts on the output."""
+        """Note differences between the workers' output and the log, before vLLM acts on the output."""
         delivered, self._delivered = self._delivered, []
         if arrived is None:
             return
@@ -481,7 +483,7 @@ class Edge:
                 self._differ(Difference.REPORT, job_id, f"reported as {how} by rank {rank}: {which}")
 
     def _compare_step(self, step: StepReport) -> None:
-        """Compare the ends that a rank reported to vLLM in a step's output with the ends that it had to report."""
+        """Note each end that a rank had to report to vLLM in a step's output and did not, or reported unasked."""
         expected = self._ends.get(step.delivered)
         for earlier in [delivered for delivered in self._ends if delivered < step.delivered]:
             del self._ends[earlier]

@@ -1,4 +1,4 @@
-"""Which KV cache groups of a model kvledger can serve, what window each group has, and why others cannot be served.
+"""Finds the window of each KV cache group of a model, and the reasons why kvledger cannot serve the model.
 
 A group is a set of layers with one block table (`v1/kv_cache_interface.py`, 0.32). kvledger serves a model only if it
 can serve all groups, because a request cannot continue after a prefix that lacks the KV of a group. Otherwise
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_REMEDY = "start vLLM with --disable-hybrid-kv-cache-manager where the model allows it"
+_REMEDY = "start vLLM with --disable-hybrid-kv-cache-manager if the model allows it"
 
 
 @attrs.frozen

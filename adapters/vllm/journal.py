@@ -1,4 +1,4 @@
-"""The ledger as the hooks use it: with a clock, checks of answers and jobs, and fallbacks for hooks that raise.
+"""Records what hooks observe, checks answers and jobs, and defines what happens if a hook raises.
 
 kvledger must not raise into vLLM. `guarded` takes a table that says what happens if a hook raises.
 
@@ -42,7 +42,8 @@ These are the requirements of vLLM 0.32. S is `v1/core/sched/scheduler.py`. B an
 `get_block_ids_with_load_errors` (S, `_handle_invalid_blocks`)
   - The blocks are from a table that vLLM gave. There are none if there are several groups
 `reset_cache`, `has_pending_push_work` (S)
-  - The answer is a bool. `has_pending_push_work` is True for no longer than a copy may stay unreported
+  - The answer is a bool. `has_pending_push_work` does not stay True: an unreported copy counts as
+    failed after a time
 
 `lifecycle/projections/owed.py` meets the requirements for ends. The functions below compare decisions with the
 observations and with the saved tokens. They return the breach as text, or "" if there is none.
@@ -91,8 +92,8 @@ NOT_WRITTEN = "the event log could not be written"
 class Journal:
     """Records observations, withholds jobs that must not go out, and logs broken rules for operators.
 
-    If the ledger is corrupt, the journal is disabled. kvledger then decides nothing more, but pending copies and ends
-    are still completed.
+    If the ledger is corrupt (a projection failed), the journal is disabled. kvledger then decides nothing more, but
+    pending copies and ends are still completed.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Journal:
             return f"it could not be checked: {type(error).__name__}"
 
     def withhold(self, request_id: str, rule: str, detail: str) -> None:
-        """Record that a decision is kept from vLLM or the workers.
+        """Record that a decision was not passed on to vLLM or the workers.
 
         `rule` is the rule that the decision breaks; empty if it breaks none.
         """
@@ -254,7 +255,7 @@ class Journal:
     def take(self, report: e.TransferReported) -> None:
         """Record a report of the workers. Never raises.
 
-        If the report is then not in the log, this method tries one more time, because a request may wait for it.
+        If the report was not recorded, this method tries one more time, because a request may wait for the report.
         """
         for _ in range(2):
             sequence = self.ledger.next_sequence
@@ -513,7 +514,7 @@ class Fallback:
     A method is called even if an earlier one raised. The last result other than None becomes the hook's answer.
     """
     fails_as: str = ""
-    """Name under which the log has the hook's failure; empty: the hook's own name. Failures of `steps` always have the
+    """Name of the failed hook in the log; empty: the hook's own name. If a method of `steps` fails, the log has the
     hook's own name."""
 
 

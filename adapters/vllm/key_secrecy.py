@@ -1,4 +1,4 @@
-"""What chunk keys reveal: which hash algorithms kvledger refuses, and why a reader of a log could guess prompts.
+"""Which hash algorithms kvledger refuses, and why somebody with a log could guess prompts from its chunk keys.
 
 This module reads vLLM's configuration and `PYTHONHASHSEED`. It must not hash anything.
 """
@@ -45,9 +45,9 @@ def refuse_weak_hash(algorithm: str) -> None:
 
 
 def note_guessable_keys(vllm_config: VllmConfig, log_directory: Path | None) -> None:
-    """Write a message with the reason why a reader of the log can guess prompts, if there is a reason.
+    """Write a message if somebody who can read the log can guess prompts. The message says why.
 
-    A log in memory has no reader, so there is no message about it. Called at start.
+    Nobody else can read a log in memory, so there is no message about it. Called at start.
     """
     reason = why_guessable(hash_algorithm(vllm_config))
     if reason and log_directory is not None:
@@ -55,7 +55,7 @@ def note_guessable_keys(vllm_config: VllmConfig, log_directory: Path | None) -> 
 
 
 def why_guessable(algorithm: str) -> str:
-    """Return why a reader of a log can test guesses of prompts, with the remedy; empty if no reason is known.
+    """Return why somebody with a log can test guesses of prompts, and the remedy; empty if no reason is known.
 
     vLLM 0.32 and 0.33 compute the start of their hash chains from `PYTHONHASHSEED`. If `PYTHONHASHSEED` is not set,
     the start is a constant with sha256. With xxhash, it is then 32 random bytes, new in each process

@@ -52,7 +52,7 @@ class LogIds:
         """Ids in the log of renamed requests that vLLM has ended."""
 
     def arrived(self, request: Request, is_known: Callable[[str], bool]) -> Request:
-        """Return the new request with its id in the log, which no other known request has.
+        """Return the new request with an id in the log that no other known request has.
 
         `is_known` returns whether an id in the log belongs to a request that is alive, or for whose copy vLLM waits.
         """
@@ -94,7 +94,7 @@ class LogIds:
         return tuple([self.given(each) for each in logged])
 
     def ended(self, request: Request) -> None:
-        """Record that vLLM has ended the request. vLLM may still wait for a copy of the request."""
+        """Record that the request has finished. vLLM may still wait for a copy of the request."""
         if request.request_id in self._given:
             self._ended[request.request_id] = None
 

@@ -1,4 +1,4 @@
-"""The keys of `kv_connector_extra_config` about the log, and the errors for wrong keys and values.
+"""Defines the keys of `kv_connector_extra_config` about the log, and the errors for wrong keys and values.
 
 The connector and the recorder both use this module.
 """
@@ -110,7 +110,7 @@ class LogSettings(pydantic.BaseModel):
     @pydantic.field_validator("log_dir", mode="before")
     @classmethod
     def _take_no_address(cls, log_dir: object) -> object:
-        """Refuse an address for `log_dir`. As a path, it would be shown together with its credentials."""
+        """Refuse a URL for `log_dir`. If it were taken for a path, messages would show its credentials."""
         if isinstance(log_dir, str) and _ADDRESS.match(log_dir):
             remedy = "name a directory; `kvledger ship` copies its logs into a stream"
             shown = without_credentials(log_dir, is_address=True)

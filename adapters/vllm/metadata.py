@@ -129,7 +129,7 @@ class Ends:
 
 @attrs.frozen(slots=False)
 class StepReport:
-    """A rank's report that it has sent the output of a step.
+    """A rank's message that it has sent the output of a step.
 
     A rank sends one for each step that must report something (`StepJobs.has_reports`), and for each step in which the
     rank reports blocks as not filled.
@@ -156,7 +156,7 @@ class WorkerStart(KVConnectorHandshakeMetadata):
     rank: int
     num_slots: int
     slot_bytes: int
-    """Bytes of one slot. A copy of one block moves as many bytes on this rank."""
+    """Bytes of one slot. A copy of one block moves this many bytes on this rank."""
     copies_async: bool
     """Whether the rank can copy while steps run."""
     declined: tuple[str, ...] = ()
@@ -233,7 +233,8 @@ def _list_of(job: IssuedJob) -> str:
 def no_copies(ready: Ready) -> StepJobs:
     """Return the `StepJobs` that go to the workers with a step if `step_jobs` failed.
 
-    The step begins no copies. It waits for copies with a reminder in `ready`, and reports ends and unfilled blocks.
+    The step begins no copies. It waits for each copy of which `ready` has a reminder, and reports ends and unfilled
+    blocks.
     """
     return StepJobs(
         awaited=tuple(awaited.job_id for awaited in ready.awaited),
@@ -256,9 +257,9 @@ def _page_job(job: IssuedJob, pages: tuple[int, ...]) -> PageJob:
 def reported_transfers(
     arrived: Iterable[JobReport], projections: Projections, now: Callable[[], int]
 ) -> Iterator[e.TransferReported]:
-    """Yield one observation for each copy, with all ranks that reported the copy.
+    """Yield one observation for each copy, which names all ranks that reported the copy.
 
-    Record each observation before you take the next one.
+    Record each observation before you take the next one, which depends on `projections`.
     """
     by_copy: dict[tuple[tuple[int, ...], bool, tuple[int, ...]], dict[int, JobReport]] = {}
     for report in arrived:

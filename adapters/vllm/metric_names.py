@@ -37,7 +37,7 @@ COUNTERS: Final = {
         "hit_tokens",
         "Tokens of admitted requests that are loaded from the host pool instead of computed.",
     ),
-    MISSED: ("missed_tokens", "Tokens of admitted requests that vLLM must compute: queried tokens that are not hits."),
+    MISSED: ("missed_tokens", "Tokens of admitted requests that were neither in vLLM's own prefix cache nor loaded."),
     "num_tokens_loaded": ("loaded_tokens", "Tokens whose load from the host pool is completed."),
     "num_tokens_recovered": (
         "recovered_tokens",

@@ -103,9 +103,10 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
 
 
 def _observe(histogram: Any, durations: Sequence[int]) -> None:
-    """Add `durations` to the histogram: the counts of all buckets, followed by the sums of all buckets in nanoseconds.
+    """Add durations to the histogram.
 
-    For each bucket, the mean is observed as often as the count says. The histogram then has the same counts and sums,
+    `durations` has the counts of all buckets, and then the sums of all buckets in nanoseconds. This function observes
+    the mean of each bucket as often as the bucket's count says. The histogram then has the same counts and sums,
     because each mean lies in its bucket.
     """
     middle = len(durations) // 2

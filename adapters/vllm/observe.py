@@ -108,7 +108,7 @@ class Observer(Protocol):
 
 
 class RequestReader:
-    """Reads requests on behalf of the hooks."""
+    """Reads live requests for the hooks, and records changes."""
 
     def __init__(
         self, journal: Observer, keys: ChunkKeySource, *, speculates: bool, zeroes_new_blocks: bool = False
@@ -153,8 +153,8 @@ class RequestReader:
     def reset(self, requests: Mapping[str, Request]) -> None:
         """Record that vLLM reset its own prefix cache, but not kvledger's.
 
-        Preemptions are recorded first, so that the tokens of the preempted requests are saved. Their KV is from before
-        the reset, like all KV that kvledger has saved.
+        Preemptions are recorded first, so that kvledger saves the tokens of the preempted requests. Their KV is from
+        before the reset, but kvledger keeps such KV.
         """
         self.preemptions(requests)
         self._journal.observe(e.PrefixCacheReset(self._journal.now()))
@@ -235,7 +235,7 @@ class RequestReader:
         )
 
     def preemptions(self, requests: Mapping[str, Request]) -> None:
-        """Record preemptions by a reset, which preempts every running request without a hook call.
+        """Record the preemptions of a reset, which preempts every running request and calls no hook.
 
         vLLM may reuse the blocks of these requests before it looks the requests up again, so the preemptions are
         recorded here. After a reset, no request runs until the next step. If a request runs, there was no reset, and
@@ -448,7 +448,7 @@ class StepReader:
     # --- settled chunks ----------------------------------------------------------------------
 
     def _settled(self, advanced: Sequence[tuple[int, int, int, int]]) -> tuple[e.SettledTokens, ...]:
-        """Return the settled tokens of requests with enough newly settled chunks to save; record the chunks' keys.
+        """Return the settled tokens of each request that has enough new ones to save; record the keys of its chunks.
 
         The step in which a decoding request settles its next chunks is known in advance. The request is checked only in
         that step.
@@ -511,14 +511,17 @@ class StepReader:
         return self._tracker.save_threshold(record, geometry.num_chunks_in(entry.num_settled_tokens))
 
     def window_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
-        """Record up to which token the last step freed blocks outside windows, before the request's end is recorded."""
+        """Record up to which token the last step freed blocks outside windows.
+
+        Call this before recording that the request has finished.
+        """
         self._window_left(record, self._processed.get(record.request_id), time_ns)
 
     def _window_left(self, record: RequestRecord, processed: tuple[int, int] | None, time_ns: int) -> None:
         """Record up to which token blocks outside windows were freed, for a request that the last step scheduled.
 
-        For a request that the last step skipped, nothing is recorded. vLLM may have freed more of its blocks in that
-        step, before finding that there is no room for the request.
+        Nothing is recorded if the last step skipped the request. vLLM may have freed more of its blocks in that step,
+        before it found that there was no room for the request.
         """
         computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
         if processed is not None and computing:

@@ -1,4 +1,4 @@
-"""What a configuration means for a model: sizes, pools, and whether the model is declined.
+"""Computes what a configuration means for a model: sizes, pools, and whether the model is declined.
 
 The plan is made before anything is allocated. The connector starts with the plan, and `kvledger check` prints the same
 plan.
@@ -48,7 +48,7 @@ class Plan:
         Call this before any pool is allocated.
 
         Raises:
-            ConfigurationError: the pools do not fit. The error contains the figures and the remedy.
+            ConfigurationError: the pools do not fit. The error names a size that fits.
         """
         if not self.groups.declined:
             self.settings.refuse_beyond_memory(
@@ -60,8 +60,8 @@ def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Conn
     """Return the plan. The scheduler's side and each worker get the same plan.
 
     Raises:
-        ConfigurationError: kvledger cannot serve this model with these settings. The error contains the figures and
-            the remedy.
+        ConfigurationError: kvledger cannot serve this model with these settings. The error says why, and what to
+            change.
     """
     versions.refuse_unsupported(vllm_config)
     groups = describe_groups(vllm_config, kv_cache_config)

@@ -1,8 +1,8 @@
 """Corrects vLLM's scheduler after a failed load: removes unfilled blocks from the prefix cache, rolls requests back.
 
 vLLM 0.32 puts the blocks of a synchronous load into its prefix cache before the load has run. If the load fails, vLLM
-removes them only under the policy "fail", and only for requests that still run. It does not remove blocks that another
-request has computed on top of them. Under "recompute", one request writes the unfilled blocks again, and vLLM lets
+removes them only under the policy "fail", and only for requests that still run. It does not remove later blocks that
+another request has computed from them. Under "recompute", one request writes the unfilled blocks again, and vLLM lets
 other requests with the same blocks go on meanwhile (`v1/core/sched/scheduler.py`, _handle_invalid_blocks). kvledger
 corrects both faults through the block manager that vLLM gives its connector. Nothing else in kvledger changes the state
 of vLLM's scheduler.
@@ -35,7 +35,7 @@ class PrefixCache:
     def is_freed(self, request_id: str) -> bool:
         """Whether vLLM keeps no blocks of the request. `request_id` is vLLM's id.
 
-        If the request has ended and vLLM keeps no blocks of it, vLLM has forgotten the request.
+        If this is true of a finished request, vLLM has forgotten the request.
         """
         return self._manager is not None and not any(self._manager.get_block_ids(request_id))
 

@@ -35,7 +35,7 @@ query is as long as the longest sequence. One other request with a new prompt ca
 def unusable_prefixes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
     """Return the reasons why no prefix may be loaded; empty if prefixes may be loaded.
 
-    Prefix caching that is off is not a reason, because an operator may switch it off on a backend that reads prefixes.
+    It is no reason that prefix caching is off: an operator may switch it off although the backend reads prefixes.
     A process that has built the model also checks the model's layers. The scheduler's side has not built the model, so
     a worker checks the layers and reports the reasons.
     """
@@ -82,8 +82,8 @@ def _needs_every_token(model: Any) -> Iterator[Refusal]:
 def _not_read(vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Refuse backends that may ignore a loaded prefix.
 
-    With chunked prefill, vLLM itself needs attention that continues from a prefix. Without chunked prefill, a backend
-    may ignore the prefix.
+    If chunked prefill is on, every backend continues from a prefix, because vLLM itself needs that. If it is off, a
+    backend may ignore the prefix.
     """
     from vllm.platforms import CpuArchEnum, current_platform
 
@@ -110,7 +110,7 @@ def _not_read(vllm_config: VllmConfig) -> Iterator[Refusal]:
                 f"chunked prefill is off, and the attention backend {name} ({backend.__module__}.{backend.__qualname__}"
                 ") is not one of vLLM's: kvledger does not know whether it reads a prefix that was loaded"
             )
-            yield Refusal(reason, "if the backend reads it, start vLLM with --enable-chunked-prefill")
+            yield Refusal(reason, "if the backend reads prefixes, start vLLM with --enable-chunked-prefill")
 
 
 def _not_always_read(vllm_config: VllmConfig) -> Iterator[Refusal]:

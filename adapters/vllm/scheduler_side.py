@@ -94,7 +94,7 @@ These methods refuse an accepted load, record the workers' reports, and hand ove
 
 @guarded(HOOKS)
 class SchedulerSide:
-    """Owns the ledger and is the only writer of its log."""
+    """Owns the connector's state, and is the only writer of its log."""
 
     def __init__(
         self,
@@ -299,9 +299,9 @@ class SchedulerSide:
     def _can_omit(self, now_ns: int) -> bool:
         """Whether this step, which schedules no request, can be left out of the log.
 
-        An engine that waits for a copy runs such steps in a loop. Copies become overdue after a number of steps and a
-        time, so enough steps are written to count both. If the model has windows, all steps are written, because each
-        step shows which blocks the step before has freed.
+        An engine that waits for a copy runs such steps in a loop. A copy is overdue after `max_silent_steps` steps
+        and `max_silent_ms`, so enough steps are written to reach both limits. If the model has windows, all
+        steps are written, because each step shows which blocks the step before has freed.
         """
         configuration = self.journal.configuration
         max_silent_ns = configuration.max_silent_ms * 1_000_000
@@ -406,7 +406,7 @@ class SchedulerSide:
         return is_alive or self.journal.owed.is_named(request_id)
 
     def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
-        """Record the end of a request.
+        """Record that a request has finished.
 
         Returns whether vLLM must keep the request's blocks, and the figures for the response if the request asked for
         figures. vLLM must keep the blocks only as long as an asynchronous save reads them.
@@ -417,7 +417,7 @@ class SchedulerSide:
         return self.let_go(request, num_blocks)
 
     def finish_unsaved(self, request: Request, _num_blocks: int) -> None:
-        """Record the request's end without saving, after `request_finished` raised, so that the request is released."""
+        """Record that the request has finished, and save nothing. Called if `request_finished` raised."""
         self._finish(self._live(request), 0)
 
     def let_go(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:

@@ -1,4 +1,4 @@
-"""Where a worker is in a step: the copies that it got last, a count of moments since then, and the latest hook call."""
+"""Numbers the moments of one worker within a step. A moment also names the step's copies and the latest hook call."""
 
 from __future__ import annotations
 

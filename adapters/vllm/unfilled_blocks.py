@@ -44,7 +44,7 @@ class UnfilledBlocks:
         self._handed_out[jobs.delivered] = jobs
 
     def settled(self, job_id: int) -> None:
-        """Forget a copy that has ended."""
+        """Forget what ranks reported about this settled job."""
         self._reported.pop(job_id, None)
 
     def compare(self, steps: Collection[StepReport], reports: Collection[JobReport]) -> None:

@@ -292,7 +292,7 @@ def unhashed_inputs(request: Request, start: int, end: int) -> bytes:
     `generate_block_hash_extra_keys` (`v1/core/kv_cache_utils.py`, 0.32) leaves out:
 
     - The id of a LoRA adapter. vLLM treats two ids with the same path as two adapters (`lora/request.py`).
-    - Which positions take an embedding (`prompt_is_token_ids`). If this is not set, the model runners V1 and
+    - Which positions take an embedding (`prompt_is_token_ids`). If the field is not set, the model runners V1 and
       V2 differ, so the result says whether the request has token ids.
     - The type and width of the embeddings. vLLM hashes only their bytes.
     - The token types of a pooling request (`v1/worker/gpu_model_runner.py`, compressed_token_type_ids).

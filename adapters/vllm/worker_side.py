@@ -140,11 +140,11 @@ class WorkerSide:
         self._bound = jobs
 
     def gave(self, ends: Ends) -> None:
-        """Keep the ends that the step's output reports to vLLM, for the step's report to the scheduler's side."""
+        """Keep the ends that the step's output reports to vLLM, so that the rank's `StepReport` can list them."""
         self._ends = ends
 
     def gave_unfilled(self, block_ids: set[int]) -> None:
-        """Keep the blocks that the step's output reports to vLLM as not filled, for the step's report."""
+        """Keep the blocks that the step's output reports to vLLM as not filled. The rank's `StepReport` lists them."""
         if block_ids:
             self._unfilled |= block_ids
 
@@ -162,7 +162,7 @@ class WorkerSide:
             self._start((job,), self._begin_load, self._async_engine)
 
     def save(self, jobs: StepJobs) -> None:
-        """Begin the saves of settled chunks (`wait_for_save`), after the copies that must come first.
+        """Begin the saves of settled chunks (`wait_for_save`), and first all other copies that no hook has begun yet.
 
         These saves begin after the forward, because vLLM's prefix cache may give a request blocks that another request
         fills in the same step.
@@ -194,9 +194,10 @@ class WorkerSide:
         return WorkerReports(tuple(reports), starts, steps) if reports or starts or steps else None
 
     def _take_step(self) -> tuple[StepReport, ...]:
-        """Return the report of this output's step; empty if the step has nothing to report.
+        """Return the `StepReport` of this output's step; empty if the step has nothing to report.
 
-        A step with jobs is reported even if no copy has ended, so that copies that were never made are noticed.
+        A step whose jobs must be reported has a `StepReport` even if no copy has ended. A copy that was never made is
+        therefore noticed.
         """
         jobs, self._bound = self._bound, None
         ends, self._ends = self._ends, Ends()

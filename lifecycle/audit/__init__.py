@@ -1,8 +1,8 @@
 """The audit: one checker per rule of `docs/invariants.md`, run over a stored log.
 
 The package is pure, as is the rest of the core: it takes events and returns violations. Checkers query the audit's own
-model (`model.py`). They cannot import the code that decides, which an import contract and a test enforce. Each checker
-states what it verifies and what it does not verify. `Core.not_checked` lists the rules that no checker can decide.
+model (`model.py`). An import contract and a test forbid them to import the code that decides. Each checker states what
+it verifies and what it does not verify. `Core.not_checked` lists the rules that no checker can decide.
 """
 
 from kvledger.lifecycle.audit.audit import Audit

@@ -26,8 +26,8 @@ class Checker(Visitor[AuditModel]):
     needs = tuple(EVERY_PART)
     rule: ClassVar[str]
     expects_own_evictions: ClassVar[bool] = False
-    """Whether the rule expects kvledger's own evictions. The rule is skipped if an extension chooses the chunks that
-    are evicted last, because the log does not record that choice."""
+    """Whether the rule holds only if kvledger alone chooses which chunks are evicted. If an extension chooses the
+    chunks that are evicted last, the rule is skipped, because the log does not record that choice."""
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)

@@ -1,4 +1,4 @@
-"""The costs of loading and of computing a token, measured from the log. The costs decide when no loads are offered.
+"""The costs of loading and of computing a token, measured from the log. If loading is slower, no loads are offered.
 
 `Costs` must fold a step before `Lives` does, because it needs the states that lives had before the step.
 """
@@ -51,7 +51,7 @@ class Costs:
 
     @property
     def is_slower(self) -> bool:
-        """Whether the answer to the last lookup must not offer a load."""
+        """Whether loading counted as slower than computing at the time of the last lookup."""
         return self.state.is_slower
 
     @on(e.LookupRequested)

@@ -55,8 +55,8 @@ class _Use:
 class Room:
     """Order in which chunks leave the pool. `Room` must fold an event after `Answers`, `Copies` and `Chunks`.
 
-    A prefix is held by each answer that promises it, by each preempted request that waits for it, and by each
-    copy in flight that reads it or adds its last chunk. The end of such a hold is a use of the prefix.
+    A prefix is held by each answer that promises it, by each preempted request that waits for it, and by each copy in
+    flight that reads it or adds its last chunk. When one of them stops holding the prefix, this is a use of the prefix.
     """
 
     def __init__(self, lives: Lives, copies: Copies, chunks: Chunks, answers: Answers, moment: Moment) -> None:
@@ -158,8 +158,8 @@ class Room:
 
         Args:
             prefix: the prefix that is used.
-            new_from: number of the first chunk that may have entered the pool since the life's last use; default: the
-                first chunk after the prefix of that last use.
+            new_from: number of the first chunk that may have entered the pool since the life last used a prefix;
+                default: the first chunk after the prefix that it last used.
         """
         use = self._use_of.get(prefix.ordinal)
         if use is None or use.keys is not prefix.keys or use.num_chunks > prefix.num_chunks:

@@ -62,7 +62,7 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
 
 
 def _slots_of(pages: range, end_token: int, request: RequestRecord, projections: Projections) -> tuple[int, ...] | None:
-    """For each page, return the slot with the most tokens of the page; None if a page is not stored.
+    """Return for each page the slot that holds the most of the page's tokens; None if a page is not stored.
 
     Use whole chunks if they reach the end of the load. Otherwise use the chunks before the tail, and then the tail.
     """

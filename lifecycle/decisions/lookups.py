@@ -4,11 +4,12 @@ Any number of lookups in a row has the effect of one lookup. The hit may come fr
 always computed again, for the `num_computed_tokens` of the present call.
 
 Instead of a number, the answer may be "ask again later". A lookup is deferred at most `max_deferred_lookups` times in a
-row, for one of two reasons:
+row, for one of these reasons:
 
-- A save in flight will extend the hit. With windows, the lookup also waits for any load of another request.
+- A save in flight will extend the hit.
+- With windows: a load of another request is in flight.
 - Another request loads the same chunks, and vLLM's prefix cache shares the blocks afterwards. All deferrals for one
-  such load count as one. Loading the chunks twice would fill the device with copies (vllm#29087).
+  load of this kind count as one. Loading the chunks twice would fill the device with copies (vllm#29087).
 
 Three limits exist only because of vLLM 0.32:
 
@@ -48,7 +49,7 @@ class _Hit(msgspec.Struct, frozen=True):
     """Which tokens of a request are in the host pool, and which of these the request may load."""
 
     num_tokens: int
-    """Number of tokens in the host pool, from token 0 on without a gap."""
+    """Number of tokens in the host pool, counted from token 0 up to the first one that is missing."""
     end_token: int
     """Number of tokens up to which the request may load: at most `num_tokens`, and never all known tokens."""
     reason: MissReason
@@ -172,7 +173,7 @@ def _with_tail(tail: Tail, hit: _Hit, event: e.LookupRequested) -> _Hit:
 
 
 def _limited(hit: _Hit, event: e.LookupRequested, request: RequestRecord, projections: Projections) -> _Hit:
-    """Withdraw the hit if the request may load nothing now."""
+    """Return the hit, but with no tokens to load if the request may load nothing now."""
     configuration = projections.configuration
     if request.trust is TrustRegion.QUARANTINED:
         return _unusable(hit, MissReason.QUARANTINED)
@@ -192,7 +193,7 @@ def _unusable(hit: _Hit, reason: MissReason) -> _Hit:
 
 
 def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections) -> _Hit:
-    """Shorten the hit, so that a load ends where every page that the next token sees is stored."""
+    """Return the hit, shortened to a length after which every page that the next token sees is stored."""
     end_token = last_boundary(hit.end_token, request, projections)
     if end_token == hit.end_token:
         return hit
@@ -219,12 +220,12 @@ def _load_of_another(request: RequestRecord, projections: Projections) -> Copy |
 def shared_load(
     end_token: int, num_computed_tokens: int, request: RequestRecord, projections: Projections
 ) -> Copy | None:
-    """Return another request's load into blocks that this request can share, or None if there is no such load.
+    """Return the asynchronous load of another request whose blocks this request can share; None if there is none.
 
-    Without waiting for that load, a burst of requests with the same long prefix would load the prefix once per request
-    and fill the device with copies (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load when the
-    load has ended (`v1/core/sched/scheduler.py`, 0.32, `_update_waiting_for_remote_kv`). It shares the blocks of a load
-    within the step at once, so no request has to wait for such a load.
+    If requests did not wait for this load, each request of a burst with the same long prefix would load the prefix.
+    The copies would fill the device (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load when
+    the load is over (`v1/core/sched/scheduler.py`, 0.32, `_update_waiting_for_remote_kv`). It shares the blocks of a
+    load within the step at once, so no request has to wait for loads of this kind.
 
     A load of a short common prefix is shared too. Without sharing, each conversation of a burst holds its own copy of
     the system prompt. A burst that fits on the device without a connector would then cause preemptions.
@@ -256,7 +257,10 @@ def _will_be_shared(load: Copy, projections: Projections) -> bool:
 
 
 def _shared_end(load: Copy, num_computed_tokens: int, request: RequestRecord, projections: Projections) -> int:
-    """Return how many tokens the request has if it shares the load: a multiple of the block size; 0 if it cannot."""
+    """Return up to which token the request can share the loaded blocks; 0 if it cannot share any.
+
+    The result is a multiple of the block size.
+    """
     geometry, keys = projections.geometry, request.keys
     first = num_computed_tokens // geometry.chunk_size
     if not load.chunks or load.chunks[0] > first:

@@ -66,17 +66,23 @@ def settle(turn: EngineTurn, job: Copy) -> None:
 
 
 def ask_after(turn: EngineTurn, job: Copy, *, before_forward: bool) -> None:
-    """Make the workers finish the copy and report it, even if they have already reported it."""
+    """Decide to remind the workers of the copy. The next step waits for it.
+
+    Without `before_forward`, all ranks also report the copy again.
+    """
     turn.decide(e.TransferAwaited(*job.life, job.job_id, before_forward, turn.cause))
 
 
 def give_up_unfenced(turn: EngineTurn, job: Copy) -> None:
-    """Fail a save whose blocks were taken by a step that did not wait. A worker may be writing the save's slots."""
+    """Fail a save because a step that had to wait for the save did not wait, and may have overwritten the blocks.
+
+    A worker may still be writing into the save's slots.
+    """
     _fail(turn, job, "a step took its blocks without waiting for the save", quiet=False)
 
 
 def give_up_silent(turn: EngineTurn, job: Copy) -> None:
-    """Fail a copy that a rank has not reported although kvledger asked for it, so that vLLM does not wait forever."""
+    """Fail a copy that a rank has not reported although it was reminded. Otherwise vLLM would wait forever."""
     detail = f"job {job.job_id} was not reported, although kvledger asked for its report"
     turn.decide(e.InvariantViolated(Rule.LIVENESS.value, *job.life, detail, turn.cause))
     _fail(turn, job, detail, quiet=False)
@@ -85,7 +91,7 @@ def give_up_silent(turn: EngineTurn, job: Copy) -> None:
 def _fail(turn: EngineTurn, job: Copy, error: str, *, quiet: bool) -> None:
     """Fail a copy. A failed load taints its chunks, and too many failed loads quarantine the request.
 
-    With `quiet`, no rank uses the slots of the copy any more.
+    `quiet`: whether all ranks have stopped using the slots of the copy.
     """
     projections, cause = turn.projections, turn.cause
     if job.kind is CopyKind.SAVE:

@@ -7,9 +7,9 @@ kvledger saves tokens of a request on three occasions:
 - vLLM preempts the request: `save_on_preemption`. The next step may overwrite the blocks that the request lost.
 - The request ends: `save_on_finish`. Other requests may ask for its prefix.
 
-On each occasion, a `Source` describes the blocks to copy from. `plan_save` and `plan_tail` plan which pages to copy and
-which chunks to evict, and change nothing. `save_from` and `save_tail_from` then decide the evictions, the save, and
-which chunks are declined.
+On each occasion, a `Source` describes the blocks to copy from. `plan_save` and `plan_tail` choose the pages to copy and
+the chunks to evict, but decide nothing. `save_from` and `save_tail_from` then decide evictions and saves, and decline
+the chunks for which there is no room.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     generation: int
     """The request's generation in which the blocks were computed."""
     is_async: bool
-    """Whether a copy may outlast its step. With windows, no copy may: vLLM frees pages that a window leaves."""
+    """Whether a copy may outlast its step. With windows, no copy may, as vLLM frees pages while the request runs."""
     is_lost: bool
     """Whether the next forward pass may overwrite the blocks. If so, a copy within the step must precede that pass."""
 
@@ -178,11 +178,11 @@ def savable_pages(
 
 
 def _num_written_tokens(turn: Turn, event: e.RequestFinished) -> int:
-    """Return how many tokens the blocks of the ended request hold.
+    """Return how many tokens of the ended request are in its blocks.
 
     - The last sampled token was never computed, so its place in the last block was never written (vllm#54193).
-    - Tokens after the computed tokens do not count, because they may belong to a failed load. Tokens of a load within
-      the last step count. If this load fails, the save fails too.
+    - Tokens beyond the number of computed tokens do not count: a load that has failed may have left them.
+    - Tokens that the last step loads count. If this load fails, the save fails too.
     """
     num_computed_tokens = turn.projections.tracker.num_computed_tokens(turn.record)
     return min(num_intact_tokens(event), event.num_tokens - 1, num_computed_tokens)

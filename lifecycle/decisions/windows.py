@@ -21,8 +21,8 @@ class SavablePages(msgspec.Struct, frozen=True):
 
     - All pages of groups without a window.
     - Pages that the next token sees. The request holds them.
-    - Pages that a window has left in this step, if a load up to one of the boundaries needs them. vLLM has freed
-      these pages, but their contents are intact until the step's forward pass.
+    - Pages that a window has moved past in this step, if a load up to one of the boundaries needs them. vLLM has
+      freed these pages, but their contents are intact until the step's forward pass.
     """
 
     windows: Windows
@@ -31,7 +31,7 @@ class SavablePages(msgspec.Struct, frozen=True):
     window_freed_at: int | None
     """Number of settled tokens when vLLM last freed pages outside the windows, before this step.
 
-    Pages that a window has left since then are freed, but intact. None: no freed page is intact.
+    Pages that a window has moved past since then are freed, but still intact. None: no freed page is intact.
     """
     boundaries: tuple[int, ...]
     """Numbers of tokens after which a load should be able to end."""
@@ -68,7 +68,7 @@ class SavablePages(msgspec.Struct, frozen=True):
 def last_boundary(num_tokens: int, request: RequestRecord, projections: Projections) -> int:
     """Return the length of the longest prefix after which a load may end.
 
-    It is at most `num_tokens`, the number of tokens of the hit.
+    The prefix has at most `num_tokens` tokens, as many as the hit.
     """
 
     def is_stored(page: int, end_token: int) -> bool:

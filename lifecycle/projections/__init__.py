@@ -245,7 +245,10 @@ class Projections:
             owed(event, sequence)
 
     def keeper(self) -> Callable[[bytes], bool] | None:
-        """Return a function that says whether an extension wants a chunk evicted last; None if there are no keepers."""
+        """Return a function that says whether an extension wants a chunk evicted last.
+
+        Return None if no extension chooses chunks.
+        """
         return self._is_kept if self._keepers else None
 
     def _is_kept(self, key: bytes) -> bool:

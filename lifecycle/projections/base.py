@@ -73,7 +73,7 @@ class Projection:
         """Check what folds assume about a restored state beyond the types of its fields. Called before `index`.
 
         Raises:
-            ValueError: no fold produces such a state, and a later fold could fail on it.
+            ValueError: no fold can have produced this state, and a later fold could fail on it.
         """
 
     def folds(self) -> dict[type[Event], Fold]:

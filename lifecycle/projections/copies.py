@@ -1,4 +1,4 @@
-"""One copy, and the ends that vLLM waits for in one life of a request.
+"""Records of one copy, and of the ends that vLLM waits for in one life of a request.
 
 An end is a notification to vLLM: an asynchronous load is over (`finished_recving`), or the kept blocks of an ended
 request are free (`finished_sending`).
@@ -119,7 +119,7 @@ class BlocksEnd(enum.StrEnum):
 
 
 class OwedEnds(msgspec.Struct):
-    """The ends for which vLLM waits in one life, or which an answer promised."""
+    """The ends of one life: vLLM waits for them, or will wait if it claims the tokens that an answer offered."""
 
     request_id: str
     is_promised: bool = False

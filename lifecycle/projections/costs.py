@@ -1,8 +1,8 @@
 """The measured costs of loading a token from the host pool and of computing it, in nanoseconds per token.
 
 Both costs are measured from the log alone. Each report of a load contains the load's duration. The cost of computing is
-the least-squares slope of step duration over tokens, with its standard error. If loading costs more than computing,
-loads are not worth offering until a later load is faster. This module must not know the decisions that use the costs.
+the least-squares slope of step duration over tokens, with its standard error. While loading costs more than computing,
+loads are not worth offering; now and then, one is tried. This module must not know the decisions that use the costs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     loads: list[tuple[NumTokens, DurationNs]] = []
     """(tokens, nanoseconds) of the loads since the last comparison of the costs."""
     declined_until_ns: Int64 | None = None
-    """Time of the next trial load, in nanoseconds; None while loads are offered."""
+    """Time in nanoseconds until which no load is offered. Then one load is tried. None: all loads are offered."""
 
 
 class TokenCosts(Projection):
@@ -67,7 +67,7 @@ class TokenCosts(Projection):
         self.state = State()
 
     def is_slower(self, time_ns: int) -> bool:
-        """Whether loading is known to take longer than computing, and the next trial load is not due yet."""
+        """Whether loading is known to take longer than computing, and it is too early to try a load again."""
         until_ns = self.state.declined_until_ns
         return until_ns is not None and time_ns < until_ns
 
@@ -113,7 +113,7 @@ class TokenCosts(Projection):
             state.loads.clear()
 
     def _costs_more(self) -> bool:
-        """Whether loading costs too much to offer loads, according to `MARGIN`.
+        """Whether loading costs so much more than computing that loads should not be offered; see `MARGIN`.
 
         The comparison adds `NUM_ERRORS` standard errors to the measured cost of computing.
         """

@@ -58,7 +58,7 @@ class Extensions(Projection):
         return answer
 
     def stops(self, cause: int) -> Iterator[e.ExtensionStopped]:
-        """Yield one decision to stop for each extension whose code raised."""
+        """Yield an `ExtensionStopped` for each extension whose code raised."""
         while self.raised:
             name, where, error = self.raised.pop(0)
             yield e.ExtensionStopped(name, self._versions[name], where, error, cause)

@@ -1,14 +1,14 @@
 """The order in which the host pool evicts chunks: a forest of chunk keys, and a queue of the keys that may leave.
 
 A key hashes its chunk and all chunks before it, so the keys of all prompts form trees: the parent of a key is the key
-of the chunk before it. A chunk is useless without the chunks before it. Therefore only leaves are evicted, and holding
-a prefix means holding its last key.
+of the chunk before it. A chunk is useless without the chunks before it. Therefore only leaves are evicted. A chunk
+with a holder is not evicted, and a holder protects a whole prefix by holding the last key of the prefix.
 
-The queue works like vLLM's queue of free blocks (`v1/core/block_pool.py`). A held leaf is not in the queue. When it is
-let go, it joins the queue at the end. When a leaf is evicted, its parent gets the leaf's place. When a leaf gets a
-child, the leaf loses its place, because the child will get a later one. A prefix therefore has one place, whatever its
-length. The order is as if every use moved all chunks of the prefix to the end of the queue one by one, beginning with
-the last chunk.
+The queue works like vLLM's queue of free blocks (`v1/core/block_pool.py`). A leaf with a holder is not in the queue.
+When its last holder lets it go, it joins the queue at the end. When a leaf is evicted, its parent gets the leaf's
+place. When a leaf gets a child, the leaf loses its place, because the child will get a later one. A prefix therefore
+has one place, whatever its length. The order is as if every use moved all chunks of the prefix to the end of the queue
+one by one, beginning with the last chunk.
 
 A *ghost* is a node whose chunk is not in the pool. The ghost, or a node after it, has a holder: a save in flight that
 will add the chunk, or a preempted request that will come back for it. A ghost protects the chunks before it.
@@ -23,7 +23,7 @@ from itertools import chain, takewhile
 
 
 class Queue:
-    """Keys in eviction order; the first one leaves first."""
+    """Keys in the order in which they are evicted, the first one first."""
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
         self.order: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
@@ -159,7 +159,7 @@ class Forest:
     # --- use -----------------------------------------------------------------------------------
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Make those chunks of a prompt that are nodes the most recently used ones."""
+        """Mark the chunks of a prompt as the most recently used ones. Keys that are no nodes are ignored."""
         self._append(self.deepest(keys, len(keys)))
 
     def _append(self, key: bytes | None) -> None:
@@ -250,8 +250,8 @@ class Forest:
     def remove(self, keys: Iterable[bytes]) -> None:
         """Remove evicted chunks. Usually they are at the front of the queue.
 
-        The place of a removed chunk goes to the chunk before it in the prompt. A removed node that is held or has a
-        child stays as a ghost.
+        The place of a removed chunk goes to the chunk before it in the prompt. If a removed chunk has a holder or a
+        child, its node stays as a ghost.
         """
         order, leaves, gone = self._order, self._leaves, set(keys)
         num_places = sum(map(order.__contains__, gone))

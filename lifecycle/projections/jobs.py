@@ -1,4 +1,4 @@
-"""Copies in flight, and what they mean for the cache: their life, their chunks, and whether their contents are right.
+"""Copies in flight: the lives and chunks to which they belong, and whether their contents are right.
 
 `owed.py` keeps the copies, their progress, and the pending deliveries. A report or a settlement concerns one copy, even
 if the copy's life has changed since. A quarantine, or blocks that could not be filled, concern all copies of a life.
@@ -69,7 +69,7 @@ class Jobs(Projection):
 
     @property
     def late_ends(self) -> list[Copy]:
-        """Saves that were given up earlier. With the current report, every rank has reported them."""
+        """Saves that had been given up. The current report completes them: every rank has now reported."""
         return self._owed.late_ends
 
     def __len__(self) -> int:

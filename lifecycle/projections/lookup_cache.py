@@ -1,8 +1,8 @@
 """The lookup cache: how many chunks the last lookup of each request found, and whether that number is still true.
 
 The lookup cache does not contain answers, because an answer depends on the `num_computed_tokens` of the call. A cached
-hit carries the versions of its inputs (the request's generation and keys, and the pool), so an outdated hit is never
-used. LMCache's cached lookup carried no versions and killed the engine (LMCache#2158).
+hit is stored with the versions of its inputs (the request's generation and keys, and the pool), so an outdated hit is
+never used. LMCache cached lookups without versions, and an outdated one killed the engine (LMCache#2158).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LookupCache(Projection):
         return len(self.state.hits)
 
     def num_hit_chunks(self, request: RequestRecord) -> int:
-        """Count the request's committed chunks, from its first token on and without a gap. Changes nothing.
+        """Return the number of the request's committed chunks before its first uncommitted one. Changes nothing.
 
         Only chunks that may have changed since the last lookup are counted again. Chunks leave the pool from the end of
         a prefix, so all chunks of the last hit are in the pool as long as its last chunk is.

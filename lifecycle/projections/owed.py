@@ -49,7 +49,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     under_way: dict[JobId, None] = {}
     """Job ids of asynchronous copies that at least one rank has not reported."""
     ends: dict[LifeOrdinal, OwedEnds] = {}
-    """Ordinal → the ends for which vLLM waits, or which an answer promised."""
+    """Ordinal → the ends for which vLLM waits, or will wait if it claims the offered tokens."""
     failed: dict[LifeOrdinal, None] = {}
     """Ordinals of lives whose load failed. No worker was asked to report the failure yet."""
     sent: dict[LifeOrdinal, None] = {}

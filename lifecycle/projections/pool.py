@@ -1,9 +1,9 @@
-"""The host pool: the slots of each chunk, the holders of chunks, and the order in which other chunks are evicted.
+"""The host pool: the slots of each chunk, the holders of chunks, and the order in which chunks are evicted.
 
 A chunk can be looked up from the completion of its save on every rank until it is evicted, tainted by a failed load, or
 made stale by a reset. A prefix has a holder as long as an answer promises it, a preempted request will come back for
-it, or a copy of it is in flight. `forest.py` decides which chunk without a holder leaves first. Lookups do not change
-the pool.
+it, or a copy of it is in flight. `forest.py` decides which chunk without a holder is evicted first. A lookup changes
+no chunks; only its answer may add a holder.
 """
 
 from __future__ import annotations
@@ -492,7 +492,7 @@ class Pool(Projection):
         return not all(map(committed.__contains__, filter(None, map(self.forest.parent, keys))))
 
     def _store_whole(self, save: Copy) -> bool:
-        """Add the save's chunks if they are whole blocks and all of their pages were saved; else return False.
+        """Add the save's chunks if each fills whole blocks and all pages were saved. Return whether they were added.
 
         The references of the save to its slots become references of the chunks.
         """

@@ -164,7 +164,7 @@ class RequestTracker(Projection):
     # --- moves ---------------------------------------------------------------------------------
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """Event class → fold: the marked method. Other events that change states have a fold that does only that."""
+        """Event class → fold: the marked method, or for other events that change states, a fold that changes them."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
         for event_class in self._tables.request_events:
             if any(map(self._moves, triggers_of(event_class))):

@@ -35,11 +35,11 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
     loads: dict[JobId, tuple[tuple[BlockId, ...], bool]] = {}
     """Job id of a load in flight → (its blocks, whether it is asynchronous)."""
     lost: list[array] = []  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
-    """Block tables that requests lost since the last step. A failure of that step concerns these tables, too. The
-    arrays never change."""
+    """Block tables that requests lost since the last step. If a load of that step fails, their blocks are added, too.
+    The arrays never change."""
     lost_before_step: list[array] = []  # type: ignore[type-arg]
     """Block tables that requests lost between the last two steps. With two steps in flight, vLLM schedules the second
-    one before a failure of the first one is known."""
+    step before it knows whether a load of the first step failed."""
     num_failures: Count = 0
     """Number of times that blocks were added."""
 
@@ -48,7 +48,7 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
         return not self.blocks.keys().isdisjoint(block_ids)
 
     def add(self, block_ids: Sequence[int], records: Records) -> None:
-        """Add these blocks. In each table with one of them, add all blocks after it, too: they were computed on top."""
+        """Add these blocks, and all later blocks of each table with one of them: they were computed on top of it."""
         failed = dict.fromkeys(block_ids)
         held = (record.block_ids or () for record in records.values())
         for table in (*held, *self.lost, *self.lost_before_step):

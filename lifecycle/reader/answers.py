@@ -38,9 +38,9 @@ class StoredAnswers(msgspec.Struct, forbid_unknown_fields=True):
 class Answers:
     """By request id: the unclaimed answer, the last allocation, and the chunks that a preempted request waits for.
 
-    A preemption, a session's next turn and the request's end withdraw answer and allocation. If the request's states
-    refuse the preemption or the turn, only the allocation is withdrawn. A reset withdraws the answer. A preempted
-    request waits until it has blocks again, until it ends, or until a reset.
+    Answer and allocation are forgotten when the request is preempted, continues with a session's next turn, or
+    finishes. If its states refuse the preemption or the turn, only the allocation is forgotten. A reset removes the
+    answer. A preempted request waits until it has blocks again, until it finishes, or until a reset.
     """
 
     def __init__(

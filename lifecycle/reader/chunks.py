@@ -82,7 +82,7 @@ class Chunks:
         return self._saving
 
     def num_committed(self, life: Life) -> int:
-        """Return how many chunks of the life are committed, from the first one on and without a gap."""
+        """Return how many chunks of the life are committed before the first uncommitted one."""
         return len(list(takewhile(self._committed.__contains__, life.keys)))
 
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:

@@ -32,7 +32,7 @@ class Reported(NamedTuple):
 
 
 class StoredCopies(msgspec.Struct, forbid_unknown_fields=True):
-    """State of `Copies`, as plain values. Each copy is stored without its prefix, followed by the prefix."""
+    """State of `Copies`, as plain values. Each pair is a copy without its prefix, and that prefix."""
 
     in_flight: list[tuple[Copy, StoredPrefix]]
     given_up: list[tuple[Copy, StoredPrefix]]

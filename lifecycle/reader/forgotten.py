@@ -1,4 +1,4 @@
-"""Removes entries about a request at chosen events, such as the end of a life, so that checkers need not do it."""
+"""Removes entries about a request at chosen events, for example when a life is over. Checkers need not do it."""
 
 from __future__ import annotations
 

@@ -140,9 +140,9 @@ class Layout:
         return 0
 
     def _first_missing(self, num_tokens: int, is_stored: Callable[[int, int], bool]) -> range | None:
-        """Return the tokens of the first page that is not stored, among the pages that windows of a token see.
+        """Return the tokens of the first page that a window sees and that is not stored; None if there is none.
 
-        The token has the number `num_tokens`. Only pages with earlier tokens count. None: all of these are stored.
+        The windows are those of the token with the number `num_tokens`. Only pages with earlier tokens count.
         """
         missing: list[range] = []
         for group, window in enumerate(self.windows):

@@ -58,7 +58,7 @@ class Moment:
     refused_rows: list[tuple[Life, RequestState, BlocksRegion]] = attrs.field(factory=list)
     """At a step: (life, phase, blocks) of each life that the step schedules although phase and blocks refuse that."""
     moved_rows: list[tuple[Life, int, int]] = attrs.field(factory=list)
-    """At a step: (life, tokens that the reader counted, computed tokens in the row) of each row that has more."""
+    """At a step: (life, tokens that the reader counted, computed tokens in the life's row), if the row has more."""
     unknown_rows: list[int] = attrs.field(factory=list)
     """At a step: ordinals of scheduled or paused lives that do not exist, and of paused lives that are not steady."""
 

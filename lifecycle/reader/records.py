@@ -217,7 +217,7 @@ class Copy(msgspec.Struct, gc=False):
     is_fenced: bool = False
     """Whether a step waits for the copy because the request lost the blocks of the copy."""
     lost_at: ranges.Sequence = 0
-    """Sequence number of the event (preemption or end of the request) that took the blocks of the copy."""
+    """Sequence number of the `RequestPreempted` or `RequestFinished` that took the blocks of the copy."""
     ranks_done: frozenset[int] = frozenset()
     ranks_failed: frozenset[int] = frozenset()
     is_before_forward: bool = False

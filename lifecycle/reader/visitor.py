@@ -39,8 +39,8 @@ class Visitor(Generic[_Model]):
     """Base class of everything that is called with the events of a log.
 
     Methods marked `@on(...)` get an event after the model has folded it. A visitor may query everything in the model
-    and must not change the model. It collects output. It never computes lives, states, generations, ranks or answers
-    itself, because then two parts of kvledger could disagree about a log.
+    and must not change the model. It only collects output. It never computes lives, states, generations, ranks or
+    answers itself, because then two parts of kvledger could disagree about a log.
 
     Everything that a visitor remembers is in `state`, so that reading can stop after an event and continue in another
     process.
@@ -190,7 +190,7 @@ class Reader:
         return digest(core_fingerprint, attrs.asdict(self.model.configuration), layout_of(StoredModel))
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """Forget the state that these events may have changed: they are missing in a gap, or before the first event."""
+        """Forget the state that these events may have changed. They are in a gap, or precede the first event read."""
         self.model.lost()
         self._ends_anywhere = True
         self._visits = self._make_visits()

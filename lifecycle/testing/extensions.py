@@ -45,7 +45,7 @@ class ExtensionContract(abc.ABC):
     """Tests that every extension must pass."""
 
     settings: ClassVar[Mapping[str, bool | float | str]] = {}
-    """Settings with which the extension acts in `Play.walk`, whose requests are preempted up to three times."""
+    """Settings for the tests. The extension should act with them in `Play.walk`, which preempts requests."""
     configurations: ClassVar[tuple[LedgerConfiguration, ...]] = CONFIGURATIONS
 
     @abc.abstractmethod
@@ -137,7 +137,7 @@ class ExtensionContract(abc.ABC):
             assert audit.is_sound, f"{play.name}: {audit.violations[:3]}, {audit.divergences[:3]}, {audit.unfoldable}"
 
     def test_each_of_its_rules_finds_what_breaks_it(self) -> None:
-        """Each rule of the extension finds the violation in the log that `bad_log` returns for the rule."""
+        """Each rule of the extension finds a breach in the log that `bad_log` returns for the rule."""
         core = self._core()
         for rule in self.make_extension().rules:
             found = _audited(self.bad_log(rule), core).num_violations
@@ -157,9 +157,9 @@ class ExtensionContract(abc.ABC):
             assert key in refusal, refusal
 
     def test_a_reader_without_it_verifies_the_rest(self) -> None:
-        """Without the extension, sub-states follow the rows in the log's header.
+        """A reader without the extension moves sub-states by the rows in the log's header.
 
-        The core's projections have the same states as with the extension.
+        The core's projections then have the same states as with the extension.
         """
         name = self.make_extension().name
         for play in self._walks():

@@ -1,4 +1,4 @@
-"""The scenarios of the contract tests: every observation in every state, and several requests without a fault."""
+"""The scenarios of the contract tests: every observation in every state, and eight requests in which nothing fails."""
 
 from __future__ import annotations
 

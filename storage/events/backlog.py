@@ -2,9 +2,9 @@
 
 - By default, each append writes its frame itself. While frames are waiting, an append adds its frame to them. If
   enough time has passed since the last attempt, the append then tries to write all waiting frames.
-- With `writes_alone`, an append writes its frame only if one write is enough. A thread writes all other frames, and
-  retries even while the engine is idle. While frames are waiting, only the thread writes. An append waits for the
-  thread at most `max_wait_ms`, and only if no other frame was waiting.
+- With `writes_alone`, an append writes its frame only if a single `write` call is enough. A thread writes all other
+  frames, and retries even while the engine is idle. While frames are waiting, only the thread writes. An append waits
+  for the thread at most `max_wait_ms`, and only if no other frame was waiting.
 
 A waiting event keeps its sequence number. If the limit is reached, new frames are dropped until every waiting frame is
 written. One GAP frame then takes the place of the dropped frames. The store records how many events wait, so that
@@ -39,14 +39,14 @@ _MAX_PAUSE_SECONDS: Final = 5.0
 
 @attrs.define(eq=False)
 class _Waiting:
-    """A frame that is not written yet. If `payload` is None, it is a gap in place of events that cannot be written."""
+    """A frame that is not written yet. If `payload` is None, this is a GAP frame for events that cannot be written."""
 
     first_sequence: int
     num_events: int
     payload: bytes | None
     reason: str = ""
     is_lost: bool = False
-    """Whether this is a gap for frames that were dropped because the backlog was full."""
+    """Whether this is the GAP frame for frames that were dropped because the backlog was full."""
 
 
 class BacklogEventStore:
@@ -54,9 +54,9 @@ class BacklogEventStore:
 
     `on_trouble(error, num_events_backlogged)` is called after each failed attempt to write. It is also called, with a
     `TimeoutError`, if an append waited `max_wait_ms` without success. After errors,
-    `on_written_again(num_events_written, num_events_lost)` is called as soon as no frame is waiting. It gets the number
-    of events written from the backlog, and the number of lost events. Both count from when the backlog was last empty.
-    Neither function may raise. With `writes_alone`, the store's own thread may call them.
+    `on_written_again(num_events_written, num_events_lost)` is called as soon as no frame is waiting. It gets two
+    numbers: events that were written from the backlog, and events that were lost. Both count from the time when the
+    backlog was last empty. Neither function may raise. With `writes_alone`, the store's own thread may call them.
     """
 
     def __init__(

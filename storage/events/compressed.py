@@ -60,7 +60,7 @@ _LEVEL: Final = 1
 
 
 class _Piece(msgspec.Struct, frozen=True, gc=False):
-    """The bytes from `start` up to before `end` of a segment: a compressed block, or bytes without an intact block."""
+    """The bytes `start` to `end - 1` of a segment: one compressed block, or bytes that no intact block covers."""
 
     start: int
     end: int
@@ -75,7 +75,7 @@ class _Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class SegmentBlocks:
-    """The compressed blocks of a segment file. One expanded block is kept. `num_bytes` is the uncompressed size."""
+    """The compressed blocks of a segment file. One expanded block stays in memory. `num_bytes` is the expanded size."""
 
     def __init__(self, descriptor: int, first_at: int, num_stored: int) -> None:
         """Read all block headers of a file of `num_stored` bytes. The first header is at byte `first_at`."""

@@ -166,7 +166,7 @@ def judge_ending(
 
 
 def _missing_segment(directory: Path, next_sequence: int, recorded: RecordedEnd | None) -> MissingEnd | None:
-    """Return the first missing segment after the log's end, or None. Snapshots and the end record name segments."""
+    """Return the first missing segment after the log's end, if a snapshot or the end record names one, else None."""
     named = {path.with_suffix(".kvlog").name: path.name for path in directory.glob(f"*{SNAPSHOT_SUFFIX}")}
     if recorded is not None:
         named[recorded.segment] = END_RECORD_NAME

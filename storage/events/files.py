@@ -1,4 +1,4 @@
-"""Open the files of a log, and change files and directories. `segments` appends the frames itself.
+"""Open the files of a log, and change files and directories. Frames are appended in `segments`.
 
 A log directory may come from an untrusted source, or other users may be able to write into it. The functions of this
 module therefore open only regular files in a log directory, and refuse links, pipes and devices. They check the path

@@ -1,4 +1,4 @@
-"""Grouped `fdatasync` in a thread, so that most appends do not wait for a disk."""
+"""Syncs written data to disk (`fdatasync`) in a thread, so that most appends do not wait for a disk."""
 
 from __future__ import annotations
 

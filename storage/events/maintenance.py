@@ -55,9 +55,10 @@ class Maintenance:
     calls `snapshots`. Another thread retires segments. A thread reports its failures to `on_trouble` and tries again
     after the next `start`.
 
-    With `snapshots`, retention keeps a segment until the next segment has its snapshot. It stops waiting before the
-    logs exceed `max_bytes` by more than `MAX_EXCESS_SEGMENTS` segments, or when the segment exceeds `max_age_seconds`
-    by more than an hour. If retention waits for a snapshot of a closed log, `snapshots` makes that log's snapshots.
+    With `snapshots`, retention keeps a segment until the next segment has its snapshot. Retention stops waiting for the
+    snapshot before the logs exceed `max_bytes` by more than `MAX_EXCESS_SEGMENTS` segments, or when the segment exceeds
+    `max_age_seconds` by more than an hour. If retention waits for a snapshot of a closed log, `snapshots` makes that
+    log's snapshots.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class Maintenance:
     def start(self, in_use: Path, segment_bytes: int) -> None:
         """Start a pass of both threads. `in_use` is the log's last segment, which may grow to `segment_bytes`.
 
-        Retention frees `segment_bytes` in advance. Another segment may fill before retention has finished, so the logs
-        exceed the size limit by at most one segment. If a retention pass is running, this call first waits for it.
+        Retention keeps the logs `segment_bytes` below the size limit, as room for the new segment. Another segment may
+        fill before retention has finished, so the logs exceed the size limit by at most one segment. If a retention
+        pass is running, this call first waits for it.
         """
         self._in_use, self._segment_bytes = in_use, segment_bytes
         with self._lock:

@@ -1,8 +1,8 @@
 """Read a log as it is, even if it is damaged or being written. Takes no lock and writes nothing.
 
 Damage raises no exception. It is added to `LogReader.damage`, and reading continues after it. Only intact frames are
-yielded, in order, and each sequence number at most once. The reader keeps one frame in memory, and 1 MiB or one
-compressed block of the file.
+yielded, in order, and each sequence number at most once. In memory, the reader keeps one frame, and a part of the file:
+1 MiB or one compressed block.
 
 The reader verifies CRCs, sequence numbers and chain hashes. It also verifies that each segment belongs to this log and
 has the file name that follows from its header. It does not verify what payloads mean, or whether somebody rewrote the
@@ -358,10 +358,10 @@ def read_log(path: Path, *, from_sequence: int = 1) -> LogReader:
 
 
 def traces_of_log(directory: Path) -> str:
-    """Return a text for a message: which segments are missing in a directory that has no segments.
+    """Return in words which segments a directory without segments once had.
 
-    The end record or the record of retirements names these segments. The text is empty if neither names
-    a segment, or if the whole log was retired. Raises `OSError`.
+    The end record or the record of retirements shows this. The text is empty if neither names a segment, or if the
+    whole log was retired. Raises `OSError`.
     """
     name = directory.absolute().name
     recorded = read_end_record(directory)

@@ -1,7 +1,7 @@
 """The frames of one segment file, compressed or not.
 
 Offsets and sizes count uncompressed bytes. A frame that is cut off at the end of the file is ignored. No frame spans
-two blocks of a compressed file. At most 1 MiB, one block or one frame of the file is in memory at a time.
+two blocks of a compressed file. Only a part of the file is in memory at a time: at most 1 MiB, one block or one frame.
 
 The file is not mapped into memory. A writer shortens the file to remove a half-written frame. This would kill a process
 that has the file mapped.
@@ -123,8 +123,8 @@ class SegmentBytes:
         """Return the offset of the first intact frame at or after `start`, and the frame; None: not found.
 
         The frame's first sequence number is at least `minimum_sequence` and below `maximum_sequence`. The number is
-        checked before the CRC, so a false marker costs little time. The search gives up in a file with very many false
-        frames.
+        checked before the CRC, so bytes that only look like a marker cost little time. The search gives up if a file
+        has very many false frames.
         """
         upper_bound = MAX_SEQUENCE if maximum_sequence is None else maximum_sequence
         offset = start

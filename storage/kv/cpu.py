@@ -180,7 +180,7 @@ def _equal_runs(layout: BlockLayout, pool: HostPool) -> list[_EqualRuns]:
 
 
 def _continues(runs: Sequence[BlockRun], run: BlockRun) -> bool:
-    """Whether `run` continues the series `runs`, with the same memory, size and stride, and at the same distance."""
+    """Whether `run` has the memory, size and stride of the series `runs`, and continues it at the same distances."""
     last = runs[-1]
     return (
         run.storage.data_ptr() == last.storage.data_ptr()

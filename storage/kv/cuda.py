@@ -181,7 +181,7 @@ class CudaCopyEngine:
         writes_slots: bool,
         before: torch.cuda.Event | None = None,
     ) -> None:
-        """Enqueue a copy on `stream`, after the CUDA event `before`. `given` gets the CUDA events around the copy."""
+        """Enqueue a copy on `stream`, after the CUDA event `before`. `given` gets two CUDA events around the copy."""
         try:
             events = (_event(is_timed=True), _event(is_timed=True))
             # Inference mode is per thread in torch, and tensors created inside it can be written only inside it.

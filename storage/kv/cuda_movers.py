@@ -80,7 +80,7 @@ class BatchedMover:
 
 @attrs.frozen
 class _Gathered:
-    """The runs of one length in one allocation: as rows of this allocation, and as rows of the staging buffer."""
+    """Runs of equal length in one allocation. `device` has their rows there, `staged` those in the staging buffer."""
 
     device: Rows
     staged: Rows
@@ -129,8 +129,8 @@ class StagedMover:
     def _rows(self, group: _Gathered, ids: torch.Tensor) -> torch.Tensor:
         """Return row numbers on the device, `[2, rows]`.
 
-        The first line has the row numbers of the blocks `ids`. The second line has the row numbers of the first
-        `len(ids)` slots in the staging buffer.
+        Element 0 has the rows of the blocks `ids` in their allocation. Element 1 has the rows of the first `len(ids)`
+        slots in the staging buffer.
         """
         staged = torch.arange(len(ids), device="cpu")
         rows = torch.stack((group.device.of(ids).flatten(), group.staged.of(staged).flatten()))

@@ -58,8 +58,8 @@ class CopyEngine(Protocol):
     are raised by `PendingCopy.result`. A call may name a source twice, but not a destination. The lists are read during
     the call, so the caller can reuse them afterwards.
 
-    Copies in the same direction finish in the order in which they were started. A save and a load have no order, so
-    wait for the save of a slot before you load this slot. Use an engine from one thread only.
+    Copies in the same direction finish in the order in which they were started. Saves and loads are not ordered among
+    each other, so wait for the save of a slot before you load this slot. Use an engine from one thread only.
     """
 
     def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> PendingCopy:

@@ -1,9 +1,9 @@
 """The place of a block's bytes in each layer's memory, computed from the strides of the KV tensors.
 
-A block has one or more contiguous runs of bytes in each layer (`PageSegment`). From block to block, each run is at a
-fixed distance (stride). Only bytes are described, so this covers every dtype and these memory layouts: K and V together
-or apart, NHD and HND, MLA, and all layers of a block side by side. Blocks are copied completely. Some attention
-backends interleave the tokens of a block, so no part of a block belongs to particular tokens.
+A block has one or more contiguous runs of bytes in each layer (`PageSegment`). In neighbouring blocks, the same run is
+a fixed distance (stride) apart. Only bytes are described, so this covers every dtype and these memory layouts: K and V
+together or apart, NHD and HND, MLA, and all layers of a block side by side. Blocks are copied completely. Some
+attention backends interleave the tokens of a block, so no part of a block belongs to particular tokens.
 
 This module knows tensors and block ids. It must not know requests, chunks, tokens or any vLLM class.
 """

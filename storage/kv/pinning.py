@@ -1,8 +1,9 @@
 """Pins (page-locks) a pool for CUDA piece by piece.
 
-A long start can therefore log its progress, and a failure can be undone. Each piece begins at a slot, because a
-transfer must not cross pieces. Each piece also begins at a memory page, because no memory page may be in two pieces.
-This module must not know CUDA, so the caller passes the functions `lock` and `unlock`.
+The caller can therefore log the progress of a long start. If a piece fails, the pieces before it are unpinned. Each
+piece begins at a slot, because a transfer must not cross pieces. Each piece also begins at a memory page, because no
+memory page may be in two pieces. This module must not know CUDA, so the caller passes the functions `lock` and
+`unlock`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class HostPool:
     """`num_slots` slots of `slot_bytes` bytes each, in one allocation. `close()` releases the memory.
 
     The constructor first checks that enough memory is available, because the kernel would kill a process that takes
-    more. It then touches the whole allocation, so that page faults delay the start and not the first requests.
+    more. It then touches the whole allocation, so that page faults occur at the start and do not delay the first
+    requests.
 
     Args:
         num_slots: Number of slots, at least 1.

@@ -40,7 +40,7 @@ class Sharing:
     rank: int
     num_ranks: int
     from_first: Callable[[SharedFile | None], SharedFile]
-    """Each rank calls this function one time. It returns rank 0's argument to every rank."""
+    """Each rank calls this function once. On every rank, it returns the argument with which rank 0 called it."""
 
     def writes(self, slot: int) -> bool:
         """Whether this rank writes `slot`. All ranks have the same KV, so only one of them writes each slot."""

@@ -86,7 +86,7 @@ def test_a_case_that_ran_again_takes_the_place_of_its_last_run(benchmarks_page: 
     page.write(benchmarks_page, results, {"speed"})
     text = benchmarks_page.read_text()
     assert text.count("| calm |") == text.count("| busy |") == 2
-    assert "| calm | none | 100 µs |  |\n| calm | ours | 3.00 |" in text
+    assert "| calm | none | 100 µs |  |\n| calm | ours | 3.00× |" in text
 
 
 @pytest.mark.parametrize("module", run.BENCHMARKS.values())

@@ -1,4 +1,4 @@
-"""Runs an engine with the connector under test. `Harness` has the actions of scenarios, and checks the engine."""
+"""Runs an engine with the connector under test. `Harness` has the methods that scenarios call. It checks the engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunOver(Exception):
 
 
 class Harness:
-    """Drives one engine. With `asks_twice`, each lookup is made twice, as vLLM does if too few blocks are free."""
+    """Runs one engine. With `asks_twice`, each lookup is repeated, as vLLM repeats it if too few blocks are free."""
 
     def __init__(
         self, subject: Subject, log_dir: Path, clock: SimulatedClock, *, asks_twice: bool, **settings: Any
@@ -130,7 +130,7 @@ class Harness:
         return any(each.status is waiting for each in self.engine.scheduler.requests.values())
 
     def settle(self) -> None:
-        """Step until no request is left. Then make some empty steps, so that pending copies end."""
+        """Step until no request is left. Then make some empty steps, so that copies in flight can finish."""
         self.run()
         self.step(_NUM_EMPTY_STEPS)
 
@@ -145,7 +145,7 @@ class Harness:
     def reset(self, *, running: bool = False) -> None:
         """Reset vLLM's and the connector's cache.
 
-        If both caches are reset and the engine is idle, change the model's weights, so that older KV is wrong.
+        If both caches are reset and the engine is idle, also change the model's weights. All older KV is then wrong.
         """
         answers: list[bool | None] = []
         connector: Any = self.engine.scheduler.connector
@@ -167,9 +167,9 @@ class Harness:
                 model.weights += 1
 
     def lose(self) -> None:
-        """Arrange that the subject's function `lose` is called once, right after vLLM claims offered tokens.
+        """Arrange that right after the next claim, the function `Subject.lose` deletes the connector's KV.
 
-        Without such a function, nothing is lost.
+        The function is called once in a run. If `Subject.lose` is None, nothing is deleted.
         """
         connector: Any = self.engine.scheduler.connector
         worker, update_state = self.engine.workers[0], connector.update_state_after_alloc
@@ -240,7 +240,10 @@ class Harness:
                 return answer
             again = lookup(request, num_computed_tokens)
             if again != answer:
-                detail = f"{request.request_id} with {num_computed_tokens} computed tokens got {answer}, then {again}"
+                detail = (
+                    f"two lookups of {request.request_id} with {num_computed_tokens} computed tokens "
+                    f"got {answer}, then {again}"
+                )
                 self.failures.append(Failure(Check.LOOKUP_REPEATED, detail))
             return again
 
@@ -257,7 +260,10 @@ class Harness:
         def sources_checked(request: Request, num_external_tokens: int) -> Any:
             found = sources(request, num_external_tokens)
             if sum(found.values()) != num_external_tokens:
-                detail = f"{request.request_id}: the sources add up to {sum(found.values())}, not {num_external_tokens}"
+                detail = (
+                    f"{request.request_id}: the hit's sources add up to {sum(found.values())} tokens, "
+                    f"not {num_external_tokens}"
+                )
                 self.failures.append(Failure(Check.HIT_SOURCES, detail))
             return found
 
@@ -286,7 +292,7 @@ class Harness:
 
 
 def _fields(scheduler_output: Any) -> dict[str, str]:
-    """Return field name → value as text, without the fields that a connector may change."""
+    """Return name → value as text, for the fields of the output that a connector must not change."""
     left_out = {"new_block_ids_to_zero", "kv_connector_metadata", "kv_connector_block_state"}
     return {name: repr(value) for name, value in vars(scheduler_output).items() if name not in left_out}
 

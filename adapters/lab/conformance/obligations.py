@@ -43,8 +43,8 @@ class Check(enum.StrEnum):
     BLOCKS_RETURNED = "BLOCKS_RETURNED"
     """After the last request and some empty steps, every block except the null block is free."""
     RESTS = "RESTS"
-    """When the engine stops stepping, every block except the null block is free. If a copy held a block, the end of the
-    copy could be reported only in another step."""
+    """When the engine stops stepping, every block except the null block is free. If a copy still held a block, only
+    another step could report that the copy is done."""
     SHUTS_DOWN = "SHUTS_DOWN"
     """The connector's scheduler side and worker side shut down without an error."""
     LOOKUP_REPEATED = "LOOKUP_REPEATED"
@@ -58,7 +58,7 @@ class Check(enum.StrEnum):
 
 
 class Precondition(enum.StrEnum):
-    """A condition for judging an obligation. If it is not met, a report gives the value as the reason."""
+    """What must happen in a run, so that an obligation can be judged. If it did not happen, the value is the reason."""
 
     ALWAYS = ""
     LOOKUP = "no request was looked up"
@@ -95,7 +95,7 @@ class Obligation:
     limit: str = ""
     """Breaches that the checks do not detect."""
     may_share_its_cause: bool = False
-    """Whether wrong KV can have another cause, too. If so, `KV_RIGHT` alone does not prove a breach."""
+    """Whether wrong KV can also have another cause than a breach. If so, `KV_RIGHT` alone proves no breach."""
 
 
 _SCHEDULER, _WORKER, _BOTH = "scheduler", "worker", "both"
@@ -244,8 +244,8 @@ _ALL: Final = (
         _SCHEDULER,
         "build_connector_meta",
         "A saved token is computed before the step of the save, or in this step. A save never includes the last "
-        "sampled token, tokens that an end or an abort left uncomputed, or the empty rest of a block that a step "
-        "filled in part.",
+        "sampled token, or tokens that were not computed because the request finished or was aborted. If a step "
+        "filled only a part of a block, a save never includes the empty rest.",
         ("scheduler.py, _update_after_schedule",),
         Seen.DECODER,
         ("CHUNK_COMPLETE",),
@@ -319,8 +319,8 @@ _ALL: Final = (
         "abort-from-everywhere",
         _SCHEDULER,
         "request_finished",
-        "A request may end before it was scheduled, or while it waits, loads or is preempted. It may then have no "
-        "blocks. The connector must accept all of these ends.",
+        "A request may finish or be aborted before it was scheduled, or while it waits, loads or is preempted. It may "
+        "then have no blocks. The connector must accept the call in all of these cases.",
         ("scheduler.py, finish_requests",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),

@@ -146,7 +146,7 @@ def built(run: Run, subject: Subject, directory: Path) -> None:
 
 
 def _stop(sequence: int, event: e.Event) -> Iterator[Failure]:
-    """Yield a failure if the recorder, or another extension, stops at this event."""
+    """Yield a failure if the event says that the recorder or another extension was stopped."""
     if isinstance(event, e.ExtensionStopped):
         detail = f"extension {event.extension} was stopped: {event.where} raised {event.error}"
         yield Failure(STOPPED, detail, sequence)
@@ -195,7 +195,7 @@ def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
     if broken_in:
         reason = ""
     elif not obligation.checks:
-        reason = obligation.limit or "neither the log nor the simulation shows a breach"
+        reason = obligation.limit or "a breach would show neither in the log nor in the simulation"
     elif not concerned:
         reason = "none of its scenarios was played"
     elif stopped and any(check not in _OUTSIDE_OF_LOG for check in obligation.checks):
@@ -204,7 +204,7 @@ def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
     elif not judged:
         reason = obligation.needs.value
     elif is_in_doubt:
-        reason = "its checks failed, but from another cause, or from a cause that cannot be determined"
+        reason = "its checks failed, but the cause is not, or need not be, a breach of this obligation"
     elif Check.KV_RIGHT in obligation.checks and all(Precondition.WORKER not in each.met for each in judged):
         reason = Precondition.WORKER.value
     else:
@@ -213,7 +213,7 @@ def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
 
 
 def _kind(failure: Failure) -> tuple[str, str]:
-    """Return the check, and the detail without ids and numbers. Failures with the same cause have an equal result."""
+    """Return the check, and the detail without ids and numbers. Equal results count as one cause."""
     return failure.check, re.sub(r"\S*\d\S*", "#", failure.detail)
 
 

@@ -1,7 +1,7 @@
 """Short deterministic scenarios. Each leads the connector into a situation in which connectors have failed.
 
-Prompts that `tokens` returns for different numbers have a different token at every position. If a request loads the KV
-of a wrong prompt, the model therefore detects wrong KV.
+The prompts `tokens(1, …)` and `tokens(2, …)` differ at every position. If a request loads the KV of another prompt, the
+model therefore detects it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def hit(harness: Harness) -> None:
     """Three requests that begin with tokens of a stored prompt.
 
     The first request has the whole stored prompt, and more tokens. The second has the first 40 tokens of the stored
-    prompt, and other tokens. The third has only the first block.
+    prompt, then other tokens. The third has only the first block.
     """
     prompt = _stored(harness)
     harness.add("longer", [*prompt, *tokens(2, 21)], 20)
@@ -147,7 +147,7 @@ def session(harness: Harness) -> None:
 
 
 def id_again(harness: Harness) -> None:
-    """An id is used again with other tokens, first after its request has ended, then after an abort."""
+    """A request id is used again with other tokens: once after its request finished, once after an abort."""
     prompt = _stored(harness)
     harness.add("same", [*prompt, *tokens(2, 30)], 6)
     harness.run()
@@ -185,9 +185,9 @@ def reset_at_once(harness: Harness) -> None:
 
 
 def reset_running(harness: Harness) -> None:
-    """Resets of vLLM's and the connector's cache that preempt all running requests.
+    """Each reset of vLLM's and the connector's cache preempts all running requests.
 
-    Two resets come in a row, and a third reset some steps later.
+    The first two resets come in a row. The third comes some steps later.
     """
     prompt = _stored(harness)
     harness.add("a", [*prompt, *tokens(2, 10)], 30)
@@ -255,7 +255,7 @@ def lost(harness: Harness) -> None:
 
 @attrs.frozen
 class Scenario:
-    """The actions on an engine, and the settings of the engine."""
+    """One scenario: what is done with an engine, and the engine's settings."""
 
     play: Play
     settings: Mapping[str, Any] = {}

@@ -59,7 +59,7 @@ class AbsentWorker(KVConnectorBase_V1):
         self._loading: set[str] = set()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Report as done the loads that requests wait for, and all copies of ended requests whose blocks vLLM keeps."""
+        """Report two kinds of copies as done: loads that requests wait for, and copies for which vLLM keeps blocks."""
         requests = {} if self.scheduler is None else self.scheduler.requests
         waiting = {key for key, each in requests.items() if each.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
         over = {key for key, each in requests.items() if each.is_finished()}

@@ -112,7 +112,7 @@ More
 
 
 def _read(log_path: Path) -> tuple[Figures, str]:
-    """Return a log's figures and the preempted request with the most settled tokens; "" if none was preempted."""
+    """Return a log's figures, and the id of the request with the most settled tokens at a preemption; "" if none."""
     log = open_log(log_path)
     model = Model(log.core.tables, log.configuration)
     totals = LogTotals(model)
@@ -130,7 +130,7 @@ def _read(log_path: Path) -> tuple[Figures, str]:
 def failures_of(
     logged: Figures, measured: RecomputeCounter, *, outputs_equal: bool, verify_exit_code: int
 ) -> list[str]:
-    """Return the reasons why the run with the connector shows no recovery, or shows a mistake. Empty if all is well."""
+    """Return why the demo failed: nothing was recovered, or a result is wrong. Empty if the demo succeeded."""
     found = []
     if not logged.num_preemptions:
         found.append("no request was preempted: the pool of KV blocks was large enough for all requests")

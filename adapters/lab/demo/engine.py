@@ -51,7 +51,7 @@ def request_outputs(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int,
 
 
 def settle(llm: Any) -> None:
-    """Step until no copy is pending. vLLM's front end stops stepping at the final output, even with copies pending."""
+    """Step until no copy is in flight. vLLM's front end stops at the last output, even if copies are in flight."""
     core = llm.llm_engine.engine_core.engine_core
     for _ in range(100_000):
         if not core.scheduler.has_requests() and not core.batch_queue:

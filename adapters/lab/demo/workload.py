@@ -1,4 +1,4 @@
-"""The requests of the demo, the same with and without a connector."""
+"""The requests of the demo. Both runs, with and without a connector, serve the same requests."""
 
 from __future__ import annotations
 

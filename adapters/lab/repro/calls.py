@@ -57,9 +57,9 @@ class HookCall:
 
 
 def is_withheld(event: e.Event) -> bool:
-    """Whether the connector withheld a decision, or itself reported a job as failed.
+    """Whether the event records that the connector withheld a decision, or itself reported a job as failed.
 
-    A rerun writes such events itself.
+    In a rerun, the code under test writes such events itself.
     """
     if isinstance(event, e.TransferReported):
         return bool(event.withheld)
@@ -67,7 +67,7 @@ def is_withheld(event: e.Event) -> bool:
 
 
 def to_vllm(event: e.EffectsDelivered) -> bool:
-    """Whether the delivery went to vLLM directly, and not to the workers."""
+    """Whether the connector delivered something to vLLM itself, and not to the workers."""
     return bool(event.received or event.reported)
 
 
@@ -133,9 +133,10 @@ class _Grouping:
             self._at += 1
 
     def _delivered(self, sequence: int, event: e.EffectsDelivered) -> None:
-        """Add a delivery to the previous call, if this call has no delivery and its hook delivers to this receiver.
+        """Add a delivery to the call that made it. A delivery to vLLM can also become a call of its own.
 
-        The receiver is vLLM or the workers. A delivery to vLLM can also be a call of its own.
+        Only the previous call can have made it. Its hook must deliver to the same receiver (vLLM or the workers), and
+        it must have no delivery yet.
         """
         hook = "update_connector_output" if to_vllm(event) else "build_connector_meta"
         last = self.calls[-1] if self.calls else None
@@ -167,7 +168,7 @@ class _Grouping:
         return start
 
     def _num_preempted_by_reset(self) -> int:
-        """Return how many of the next observations belong to the reset, and not to the step or lookup that follows."""
+        """Return how many of the next observations the reset has recorded, and not the hook call after the reset."""
         end = self._end_of_run(self._at + 1, e.RequestPreempted, e.ChunkKeysObserved)
         run = [event for _, event in self._entries[self._at + 1 : end]]
         preempted = [event.request_id for event in run if isinstance(event, e.RequestPreempted)]
@@ -179,8 +180,8 @@ class _Grouping:
     def _num_in_output(self, event: e.Event) -> int:
         """Return how many observations, from the current one on, belong to one output of the workers.
 
-        An output consists of failed loads and their rollbacks, then of reports on copies, then of reports on steps. No
-        two reports on copies are equal.
+        An output is recorded in this order: failed loads and their rollbacks, reports about copies, reports about
+        steps. No two reports about copies are equal.
         """
         end = self._at
         if isinstance(event, e.ExtensionNoted):  # from a recorder: the workers' report comes first
@@ -226,7 +227,7 @@ class _Grouping:
         return event.hook != "record_step" or "LedgerCorrupt" in event.error
 
     def _is_tried_again(self, event: e.HookFailed) -> bool:
-        """Whether the same call records the end of the request in a second attempt, after this failure."""
+        """Whether the same call tried again after this failure, and then recorded that the request finished."""
         follows = self._entries[self._at + 1][1] if self._at + 1 < len(self._entries) else None
         is_end = event.hook == "request_finished" and isinstance(follows, e.RequestFinished)
         return is_end and follows.request_id == event.request_id  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""`kvledger repro`: writes a test that reproduces an incident, and next to the test the log that it repeats."""
+"""`kvledger repro`: writes a test that reproduces an incident, and next to it the log that the test repeats."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def _made(
 
 
 def _chosen(recording: Recording, wanted: Wanted, output: Output) -> Chosen:
-    """Return which connector and options the user chose for a recorder's log. No code that the log names is run.
+    """Return which connector and options the user chose for a recorder's log. The connector is not run here.
 
     Raises:
         NotRerunnable: the log is a recorder's and the user chose no connector, or the log is of kvledger's own

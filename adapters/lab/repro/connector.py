@@ -165,7 +165,7 @@ class ConnectorUnderTest(SchedulerHalf):
     """A `KVLedgerConnector` without an engine.
 
     Args:
-        configuration: sizes and choices of the engine, as in the header of a log.
+        configuration: the engine's configuration, as in the header of a log.
         speculates: whether the engine decodes speculatively.
         zeroes_new_blocks: whether the workers zero new blocks before the forward pass.
         handlers: your own state handlers, as "module:Class".
@@ -246,7 +246,7 @@ class WrappedUnderTest(SchedulerHalf):
     """A recorder around a connector, as a log describes them, without an engine.
 
     Args:
-        configuration: sizes and choices of the engine, as in the header of the log.
+        configuration: the engine's configuration, as in the header of the log.
         wrapped: facts about the recorder and its engine, from the log.
         transfer: the connector's configuration. It decides which code is imported. Therefore a configuration from a log
             may have only the parts that `chosen.py` allows.
@@ -348,10 +348,10 @@ class WrappedUnderTest(SchedulerHalf):
 
 
 def _kept_in_memory(transfer: Mapping[str, Any], handlers: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration with these handlers, and with kvledger's logs in memory unless the user sets `log_dir`.
+    """Return the configuration, changed for a rerun: it has these handlers, and keeps kvledger's logs in memory.
 
-    Each class that the configuration names is looked up, and refused if it is not a connector. Without this check,
-    `MultiConnector` would call any class.
+    A `log_dir` in the configuration is kept. Each class that the configuration names is looked up, and refused if it is
+    not a connector. Without this check, `MultiConnector` would call any class.
 
     Raises:
         ConfigurationError: a class is not a connector, or vLLM refuses its configuration.

@@ -60,7 +60,7 @@ class CoreRun(Run):
                 self._answered(made.request_id, sequence, None)
 
     def _delivered(self, recorded: e.EffectsDelivered) -> e.EffectsDelivered | None:
-        """Return what this ledger delivers in place of a recorded delivery. None if there is nothing to deliver."""
+        """Return this ledger's own delivery, to replace a recorded delivery. None if there is nothing to deliver."""
         if not to_vllm(recorded):
             return effects_delivered(self._ledger.ready(Channel.WORKERS))
         ready = self._ledger.ready(Channel.VLLM)
@@ -89,7 +89,7 @@ class CoreRun(Run):
         return event
 
     def _computing_more(self, step: e.StepScheduled) -> e.StepScheduled:
-        """Return the step with additional tokens, which requests compute because the rerun did not load them."""
+        """Return the step with more tokens: in the rerun, requests compute the tokens that were not loaded."""
         advanced = []
         num_scheduled_tokens = step.num_scheduled_tokens
         starts: dict[int, int] = {}

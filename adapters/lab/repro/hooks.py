@@ -1,8 +1,8 @@
 """Runs a recording again on the real connector: makes every recorded hook call, with vLLM's own objects.
 
-The connector reads more of a request than it records. The missing state is derived: token ids from chunk keys, tokens
-in flight from settled tokens, and the batch of a step from the step's event and the steady requests, which the event
-leaves out.
+The connector reads more of a request than it records. This module derives the missing state. Token ids come from chunk
+keys. Tokens in flight come from settled tokens. The requests of a step come from the step's event, and from the steady
+requests, which the event leaves out.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class LedgerRun(HookRun):
         return True
 
     def _take(self, call: HookCall, events: Sequence[tuple[int, e.Event]]) -> None:
-        """Take the events that the call wrote, and match their jobs and deliveries to recorded ones."""
+        """Take the events that the call wrote. Match new jobs and deliveries to those in the recording."""
         super()._take(call, events)
         waiting = list(call.observed)
         recorded: dict[int, int] = {}
@@ -248,9 +248,9 @@ class LedgerRun(HookRun):
 
 
 def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], otherwise: int) -> int:
-    """Return the sequence number of the recorded observation that `event` repeats, and remove it from `waiting`.
+    """Return the sequence number of the observation in `waiting` that `event` repeats. Remove this observation.
 
-    Return `otherwise` if `event` repeats no observation in `waiting`.
+    If `event` repeats none of them, return `otherwise`.
     """
     request_id = getattr(event, "request_id", "")
     for place, (sequence, recorded) in enumerate(waiting):

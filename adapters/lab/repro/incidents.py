@@ -58,7 +58,7 @@ def find_incidents(
 
 
 def _concerns(request_id: str, trouble: Trouble, event: e.Event | None, holding: set[str]) -> bool:
-    """Whether a breach concerns a request. A failed hook without a request concerns each request that holds blocks."""
+    """Whether a breach concerns a request. A failed hook that names no request concerns all requests with blocks."""
     if trouble.request_id:
         return trouble.request_id == request_id
     if isinstance(event, e.HookFailed):

@@ -50,7 +50,7 @@ class Trouble:
 class Watch:
     """An audit of a log. After an event that cannot be folded, it collects only breaches that the log itself records.
 
-    If buggy code wrote a log, the same code may be unable to fold the log, or may make other decisions than recorded.
+    If buggy code wrote a log, it may be impossible to fold the log, or to make the recorded decisions again.
     """
 
     def __init__(self, configuration: LedgerConfiguration, core: Core) -> None:

@@ -60,14 +60,14 @@ class Recording:
     wrapped: RecordingStarted | None = None
     """Facts about the recorded connector and its engine; None if kvledger's own connector wrote the log."""
     copies: Mapping[str, tuple[str, bool, int]] = attrs.field(factory=dict)
-    """Name of a copy that the workers of a wrapped connector completed → (request id, whether the copy is a load,
-    number of earlier loads or earlier saves of the request). In a rerun, the copy may have another name."""
+    """Copies that the workers of a wrapped connector completed: name → (request id, whether the copy is a load, number
+    of the request's earlier copies in the same direction). In a rerun, a copy may have another name."""
 
     @property
     def speculates(self) -> bool:
         """Whether the engine decoded speculatively.
 
-        Then a step scheduled several tokens of one request, and some of these tokens were not known yet.
+        The sign is a step that scheduled several tokens of one request, some of which were not known yet.
         """
         return any(
             scheduled > 1 and computed + scheduled > known
@@ -80,7 +80,7 @@ class Recording:
     def zeroes_new_blocks(self) -> bool:
         """Whether the workers zeroed new blocks before the forward pass.
 
-        Each event of a preemption, and each event of a request's end, records this.
+        The events of preemptions and of finished requests record this.
         """
         return any(
             event.blocks_zeroed

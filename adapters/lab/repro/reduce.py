@@ -1,8 +1,8 @@
 """Reduces a recording: leaves out the requests, and then the hook calls, that an incident does not need.
 
 This is delta debugging. Each trial leaves something out and runs the rest again. The rest must fail with the same
-message, break no other rule than the whole recording does, give its lookups no other answers than the whole recording
-does, and be possible for vLLM's scheduler.
+message. vLLM's scheduler must be able to make its calls, if it could make all calls of the recording. The rest must
+break no rule and change no answer that a rerun of the whole recording keeps.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Before each call, gives the requests the state that the connector read in the recorded call.
 
 A hook reads more of a request than it records. This module derives the missing state. Token ids come from chunk keys.
-The numbers of known tokens and of tokens in flight come from settled tokens. All other state comes from what the
-scheduler must have known.
+The numbers of known tokens and of tokens in flight come from settled tokens. All other state comes from `scheduler.py`,
+which reconstructs what the scheduler knew.
 
-A key identifies a chunk and everything before the chunk, so the tokens of a chunk are drawn from its key. Equal keys
-give equal tokens and therefore equal block hashes. The keys in the rerun differ from the recorded keys, but correspond
-to them one to one.
+A key identifies a chunk and everything before the chunk, so the tokens of a chunk are generated from its key. Equal
+keys give equal tokens and therefore equal block hashes. The keys in the rerun differ from the recorded keys, but
+correspond to them one to one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LiveRequests:
         return self._requests[incarnation.request_id]
 
     def prompt(self, incarnation: Incarnation) -> list[int]:
-        """Return the prompt of a request that arrives. The tokens are drawn from chunk keys in later events."""
+        """Return the prompt of a request that arrives. Its tokens are generated from the chunk keys in later events."""
         keys = self._keys_of_turn(incarnation)
         if self._ahead:
             incarnation.keys = keys
@@ -111,7 +111,7 @@ class LiveRequests:
         self.write_tokens(incarnation, estimated if part.num_tokens is None else part.num_tokens)
 
     def end(self, incarnation: Incarnation, event: e.RequestFinished) -> None:
-        """Set the state that a request has at its end."""
+        """Set the state that a request has when it finishes."""
         request = self.request(incarnation)
         self.write_tokens(incarnation, event.num_tokens)
         request.num_in_flight_tokens = 0 if self._speculates else self._record.num_tokens_in_flight(incarnation)
@@ -149,7 +149,7 @@ class LiveRequests:
         self.write_tokens(incarnation, event.num_tokens)
 
     def _as_keyed(self, incarnation: Incarnation, num_tokens: int) -> int:
-        """Return the number of tokens, adjusted so that the request has as many whole chunks as known keys."""
+        """Return `num_tokens`, adjusted so that the request has as many whole chunks as it has known keys."""
         if self._ahead:
             return num_tokens
         least = len(incarnation.keys) * self._chunk_size
@@ -157,7 +157,7 @@ class LiveRequests:
 
 
 def _keys_of_turns(recording: Recording) -> dict[int, list[list[bytes]]]:
-    """Return ordinal → for each turn of the request's session, the keys that were observed until the next turn."""
+    """Return ordinal → for each turn of the request's session, the chunk keys that were observed in the turn."""
     ordinals: dict[str, int] = {}
     found: dict[int, list[list[bytes]]] = {}
     for _, event in recording.observations:

@@ -1,4 +1,4 @@
-"""Makes recorded calls again, one by one, even if the code under test makes other decisions than the recorded code.
+"""Makes the recorded calls again, one by one. The code under test may make other decisions than the recorded ones.
 
 The recorded scheduler and workers reacted to the recorded decisions, so this module adapts the recording:
 - If a lookup now gets a smaller answer, the scheduler loads fewer tokens.
@@ -106,9 +106,9 @@ class Run:
         return CopyMoments(began, ended).as_fields() if began.delivered and ended.delivered else ()
 
     def _present_output(self, step: e.StepReported) -> e.StepReported | None:
-        """Return the report about the step that replaces the recorded step; None if no step replaces it.
+        """Return the report about this rerun's step in place of the recorded step; None if there is no such step.
 
-        Jobs that are not in the recording count as still being copied. `_overdue_reports` reports them later.
+        A job that only this rerun issued counts as in flight. `_overdue_reports` reports it later.
         """
         delivered = self._deliveries.get(step.delivered)
         if delivered is None:
@@ -117,7 +117,7 @@ class Run:
         return changed(step, delivered=delivered, under_way=(*under_way, *self._overdue, *self._unrecorded))
 
     def _overdue_reports(self, time_ns: int) -> list[e.TransferReported]:
-        """Return reports about jobs that are not in the recording. Such a job is done one step after it was issued."""
+        """Return reports about jobs that only this rerun issued. They count as done one step after they were issued."""
         ranks = range(self._recording.configuration.num_ranks)
         reports = [e.TransferReported.by(ranks, job_id, time_ns) for job_id in self._overdue]
         self._overdue, self._unrecorded = self._unrecorded, []

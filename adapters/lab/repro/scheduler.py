@@ -70,7 +70,7 @@ class SchedulerModel:
         return iter(self._by_id.values())
 
     def get(self, request_id: str) -> Incarnation | None:
-        """Return the life of a request id that has not ended; None if there is no such life."""
+        """Return the current life of a request id; None if the id's last life has ended, or it had no life."""
         return self._by_id.get(request_id)
 
     def fold(self, event: e.Event, chunk_size: int) -> None:
@@ -216,8 +216,8 @@ class SchedulerModel:
     def num_known_tokens(self, incarnation: Incarnation) -> int:
         """Return an estimate of the number of known tokens.
 
-        It is the number in the latest event, or the number of computed tokens if this number is larger. Without
-        asynchronous scheduling, a request that was scheduled has one known token more than computed tokens.
+        It is the number in the latest event, but at least the number of computed tokens. Without asynchronous
+        scheduling, a request that was scheduled has at least one known token more than computed tokens.
         """
         return max(
             incarnation.num_tokens,

@@ -71,16 +71,17 @@ def _is_test(test: ast.stmt, run: str) -> bool:
 
 
 class _Abstract(ast.NodeTransformer):
-    """Replaces calls and literals in a test by names.
+    """Replaces the parts of a test that may vary by names, so that the test can be compared.
 
-    A rerun of LOG whose other arguments are literals becomes CALL. In other calls, literal arguments become LITERAL.
+    The call that runs LOG again becomes CALL, if its other arguments are literals. In other calls, literal arguments
+    become LITERAL.
     """
 
     def __init__(self, run: str) -> None:
         self._run = run
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Replace a call that is a rerun of LOG. In any other call, replace the arguments that are literals."""
+        """Replace the call that runs LOG again. In any other call, replace the arguments that are literals."""
         match node:
             case ast.Call(ast.Name(name), [ast.Name("LOG")], keywords) if name == self._run:
                 if all(keyword.arg and _is_literal(keyword.value) for keyword in keywords):

@@ -49,7 +49,7 @@ class Step:
     """Request id → the scheduler's block table of this request, for each scheduled request."""
     zeroed_block_ids: tuple[int, ...] = ()
     ended_request_ids: frozenset[str] = frozenset()
-    """Ids of the requests that have ended since the previous step."""
+    """Ids of the requests that have finished or were aborted since the previous step."""
     admitted_request_ids: tuple[str, ...] = ()
     """Ids of the requests that have got blocks since the previous step, in the order in which they got the blocks.
 

@@ -92,7 +92,7 @@ class WrappedRun(HookRun):
         return msgspec.structs.replace(reported, **dict(zip(_FIELDS_OF_ENDS, kept, strict=True)))
 
     def _completed(self, call: HookCall) -> list[str]:
-        """Return the names that the completed copies have in the rerun, without copies that the rerun did not make."""
+        """Return the names that the completed copies have in this rerun. Leave out copies that it did not make."""
         copies = self._recording.copies
         ended = [job for _, event in call.observed for job in ended_transfers(event)]
         names = [self._now.get(copies[job]) if job in copies else job for job in ended]

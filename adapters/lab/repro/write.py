@@ -147,7 +147,7 @@ def test_source(about: Description) -> bytes:
 
 
 def _assertion(about: Description, run: str, asked: str, name: str) -> str:
-    """Return the body of a test. The body runs the log again, and asserts that the result `asked` is empty."""
+    """Return the body of a test, which runs the log again and asserts that `asked`, a part of the result, is empty."""
     arguments = {"handlers": tuple(about.handlers)} if about.handlers else {}
     arguments |= attrs.asdict(about.chosen, filter=lambda _, value: bool(value))
     given = ", ".join(["LOG", *(f"{key}={literal(value)}" for key, value in arguments.items())])

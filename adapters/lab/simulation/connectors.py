@@ -38,7 +38,7 @@ class ConnectorSetup:
     name: str = "KVLedgerConnector"
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the `kv_transfer_config` of a world whose kvledger has this `extra_config`.
+        """Return the `kv_transfer_config` of a world. `extra_config` has kvledger's settings in this world.
 
         By default, kvledger offers every load, because the simulated clock does not show how long computing takes. It
         saves each chunk when the chunk's tokens are settled, because simulated requests are shorter than the usual save
@@ -66,7 +66,7 @@ def other_transfer(name: str, kv_transfer: Mapping[str, Any], extra_config: Mapp
 
 
 class _Copy:
-    """A copy that moves its bytes after `num_questions` queries, or earlier if it is waited for."""
+    """A copy that moves its bytes after `num_questions` queries, or as soon as something waits for the copy."""
 
     def __init__(self, move: Callable[[], None], num_questions: int) -> None:
         self._move: Callable[[], None] | None = move
@@ -91,14 +91,14 @@ class _Copy:
 
 @attrs.frozen
 class Offloading(ConnectorSetup):
-    """vLLM's OffloadingConnector, with host memory for as many blocks as kvledger. It saves outputs, too."""
+    """vLLM's OffloadingConnector, with host memory for as many blocks as kvledger. It also saves the KV of outputs."""
 
     name: str = "OffloadingConnector"
     num_questions: int = 0
     """Number of queries after which a copy is done; 0: a copy is done at once."""
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:
-        """Return the connector's configuration. Its host memory has one memory page for each slot of kvledger.
+        """Return the connector's configuration. It gives the connector one memory page for each slot of kvledger.
 
         The connector saves blocks, and each block takes a whole memory page.
         """
@@ -140,7 +140,7 @@ class TensorWorker(OffloadingWorker):
         return self._copy(job_id, self._host, rows, self._device, dst_spec.block_ids)
 
     def _rows(self, chunks: Any, blocks: GPULoadStoreSpec) -> list[int]:
-        """Return the rows of these blocks in the host tensors. Chunks of several blocks occur only with one group."""
+        """Return the rows of these blocks in the host tensors. With several groups, a chunk has only one block."""
         first, size = int(blocks.block_indices[0]) % self._blocks_per_chunk, self._blocks_per_chunk
         places = range(first, first + len(blocks.block_ids)) if size > 1 else range(len(blocks.block_ids))
         return [int(chunks.block_ids[place // size]) * size + place % size for place in places]
@@ -236,7 +236,7 @@ class _TensorBackend:
         events_list: list[tuple[int, Any]],
         **_wait: object,
     ) -> None:
-        """Append an event for the copy, as `DmaCopyBackend` does when it has put the copy on its stream."""
+        """Append an object in place of the CUDA event that `DmaCopyBackend` records after the copy."""
         sources, destinations = (self._device, self._host) if is_store else (self._host, self._device)
 
         def move() -> None:

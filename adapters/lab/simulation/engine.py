@@ -243,7 +243,7 @@ class SimulatedEngine:
 
     @property
     def connector(self) -> KVLedgerConnector:
-        """Scheduler side of the connector. Of a `MultiConnector`, this is the child that is kvledger's connector."""
+        """Scheduler side of the connector. If it is a `MultiConnector`, this is its child from kvledger."""
         return cast("KVLedgerConnector", our_child(self.scheduler.connector))
 
     def _make_worker(self, rank: int, cache_config: KVCacheConfig, setup: ConnectorSetup) -> KVConnectorBase_V1:
@@ -348,11 +348,11 @@ class SimulatedEngine:
 
     @property
     def excused_blocks(self) -> Collection[int]:
-        """Blocks of the first rank with wrong KV from a failed load. The scheduler cannot know of this failure yet."""
+        """Blocks of the first rank that a failed load left with wrong KV, if the scheduler cannot know this yet."""
         return self._excused(self._unfilled_in[0])
 
     def unfilled_in(self, block_id: int) -> int:
-        """Return the latest step in which a failed load left wrong KV in a block of the first rank; -1: in no step."""
+        """Return the latest step in which a failed load left wrong KV in a block of the first rank; -1: none."""
         return self._unfilled_in[0].get(block_id, -1)
 
     def _excused(self, unfilled_in: dict[int, int]) -> dict[int, int]:

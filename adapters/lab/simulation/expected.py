@@ -48,9 +48,9 @@ class Expected:
         return self.kv[first:last]
 
     def load_new_weights(self, weights: int, num_output_tokens: int) -> None:
-        """Continue with new weights after `num_output_tokens` sampled tokens.
+        """Switch to new weights after `num_output_tokens` sampled tokens.
 
-        The tokens up to there stay the same. Their KV, and all later tokens, are computed with the new weights.
+        The tokens up to there stay the same. The KV of all tokens, and all later tokens, come from the new weights.
         """
         self.tokens = self.tokens[: self.num_prompt_tokens] + self.output(num_output_tokens)
         self.kv.clear()

@@ -6,15 +6,15 @@ of the last hash, so it is always the same, whenever and however often it is com
 
 If the model reads wrong KV, it raises an error, except in one case. A step may be scheduled before the scheduler
 knows that a load failed. Such a step may read the blocks of this load, and KV that was computed on top of them.
-The model then goes on, as a real model does, writes wrong KV and samples wrong tokens. If wrong KV is kept or a wrong
-token is delivered, other checks find that: checks of pages, of vLLM's prefix cache and of outputs.
+The model then goes on, as a real model does, writes wrong KV and samples wrong tokens. Other checks find wrong KV that
+is kept and wrong tokens that are delivered. They check pages, vLLM's prefix cache and outputs.
 
 With several groups of layers, as in hybrid models, each group has its own block table over the same tensors, and writes
 its own KV. A group with a sliding window reads nothing before its window. For tokens before the window, the group's
 table may have the null block, or a block that now belongs to another request.
 
-Verifies: contents of all blocks that a scheduled request reads, after loads and before the forward.
-Does not verify: timing, streams, and anything a device would reorder.
+Verifies: all blocks that a scheduled request reads have the right contents after the loads, before the forward pass.
+Does not verify: timing, and the order in which a device runs its work.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def layer_names(num_groups: int = 1) -> tuple[tuple[str, ...], ...]:
 
 
 def marks(number: int, layer: torch.Tensor) -> torch.Tensor:
-    """Return, for layer `number` of a group, the numbers that are added to the hash of a position.
+    """Return what layer `number` of a group adds to a position's hash, for each head and place in the content.
 
-    A layer stores a position as several numbers, one for each head and each place in the content. Another number is
-    added to each of them, so that they all differ.
+    A layer stores a number for each head and place. A different number is added for each, so all stored numbers of a
+    position differ.
     """
     _, num_heads, _, content = layer.shape
     return torch.arange(num_heads * content).view(num_heads, content) * (number + 1)
@@ -81,7 +81,7 @@ class _Sequence(Expected):
     def keep_outputs(self, num_output_tokens: int) -> None:
         """Keep only the first `num_output_tokens` sampled tokens.
 
-        The scheduler has dropped the output of the steps that sampled the later tokens. These are sampled again.
+        The scheduler has dropped the later tokens. They are sampled again.
         """
         del self.tokens[self.num_prompt_tokens + num_output_tokens :]
         del self.kv[len(self.tokens) :]

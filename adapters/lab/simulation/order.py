@@ -21,7 +21,7 @@ class _InOrder(set[str]):
 
 
 def put_in_order(scheduler: Any) -> None:
-    """Let the scheduler free blocks of ended copies, and end requests of failed loads, in the order of request ids."""
+    """Let the scheduler handle finished copies, and requests that end together, in the order of request ids."""
     finish_requests = scheduler.finish_requests
 
     def finish_in_order(request_ids: str | Iterable[str] | None, status: RequestStatus) -> list[Request]:

@@ -62,8 +62,8 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("LONGEST_HIT", "DEFER_BOUNDED"), _HITS),
         "LOOKUP_PURE": (
-            "between two lookups of a request, the connector can evict KV and other engines can store KV, which the "
-            "log does not show; if lookups have moved the start of a save, STORE_CONTIGUOUS reports it"
+            "the log does not show what changes between two lookups of a request: the connector can evict KV, and "
+            "other engines can store KV; if lookups have moved the start of a save, STORE_CONTIGUOUS reports it"
         ),
         **dict.fromkeys(("RELEASE_ALL", "DELAY_FREE_CONTRACT"), _KEPT),
         **{checker.rule: "" for checker in _REPLACING},

@@ -8,7 +8,7 @@ from kvledger.lifecycle.audit import Checker
 
 
 class LastToken(Checker):
-    """LAST_TOKEN: besides the loaded and locally cached tokens, the engine has a token of the request to compute.
+    """LAST_TOKEN: an answer offers at most the uncomputed tokens, and a load within a step leaves one to compute.
 
     Verifies: for every answer:
 

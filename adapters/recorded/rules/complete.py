@@ -27,8 +27,8 @@ class _Table(msgspec.Struct, gc=False):
     num_tokens: int
     num_prompt_tokens: int
     num_shared: int = 0
-    """Number of blocks at the start of the table that were not new when the request got them. 0 if it is known how many
-    of their tokens are computed."""
+    """Number of blocks at the start of the table that are not checked. They were not new when the request got them, and
+    a copy may take parts of them, or it is not known how many of their tokens are computed."""
 
 
 @attrs.frozen
@@ -47,8 +47,8 @@ class ChunkComplete(RuleOfCopies):
 
     Verifies: for each save, that the tokens of its blocks are computed, in flight, cached or loaded. If the copy takes
     whole blocks, or if the prompt is not completely computed yet, this is checked for all tokens of each block.
-    Otherwise it is checked for the first token of each block. For a request that was preempted or has ended, even in
-    the middle of its prompt, the tokens that were computed until then count.
+    Otherwise it is checked for the first token of each block. If the request was preempted or has ended, even in the
+    middle of its prompt, the tokens that it had computed until then count as computed.
     Does not verify: copies of a connector without a decoder; saves of an ended request, if its id is in use again, or
     if requests that ended later had more than a million blocks together; how many tokens of the last block of a
     computed prompt are copied, if a copy may take a part of a block (NIXL).
@@ -73,7 +73,7 @@ class ChunkComplete(RuleOfCopies):
         self._speculates = False
 
     def begins(self, begun: Begun) -> None:
-        """Check, when a save begins, that every token in its blocks has been computed."""
+        """When a save begins, check that the tokens that it must find in each of its blocks are computed."""
         table = self._table_of(begun)
         if table is None:
             return
@@ -196,7 +196,7 @@ class ChunkComplete(RuleOfCopies):
 
 
 def num_filled(block_ids: Sequence[int], failed_blocks: frozenset[int]) -> int:
-    """Return how many blocks of a load are before its first failed block; 0 also if that block is not known."""
+    """Return how many blocks of a load come before its first failed block; 0 if none of its blocks is in the set."""
     return next((number for number, block_id in enumerate(block_ids) if block_id in failed_blocks), 0)
 
 
@@ -303,7 +303,7 @@ class LoadComplete(Checker):
 
     @on(payloads.Called)
     def _called(self, called: payloads.Called) -> None:
-        """At shutdown, judge the loads of the last steps. A load that stopped the engine has no report."""
+        """At shutdown, judge loads within a step that have no report. Such a load may have stopped the engine."""
         if called.hook == "shutdown":
             for load in self._awaited.values():
                 if load.unfilled and not load.is_async and load.sequence < self._last_step:

@@ -49,8 +49,8 @@ class TableEq(RuleOfTables):
     Verifies: the copy's first block is at the position in the table that the copy names. Each other block of the copy
     is later in the table than the copy's previous block. A copy may leave out blocks in between that are stored already
     (OffloadingConnector does so, 0.32).
-    Does not verify: copies of a connector without a decoder; blocks whose tokens have left a window; that the blocks
-    that are left out are stored.
+    Does not verify: copies of a connector without a decoder; blocks whose tokens have left a window; that a copy leaves
+    out only blocks that are stored already.
     """
 
     rule = "TABLE_EQ"

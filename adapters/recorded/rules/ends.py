@@ -47,7 +47,8 @@ class CompletionOnce(RuleOfEnds):
     - No end is reported twice, and no other request is reported.
     - If the load of an ended request is reported, the release of its kept blocks is not reported afterwards, because
       vLLM has freed these blocks.
-    - If a child of a `MultiConnector` is recorded, the child's workers report only ends that the child has pending.
+    - If the recorded connector is a child of a `MultiConnector`, its workers report only ends of its own loads and of
+      blocks that it keeps.
     - If a `MultiConnector` is recorded, no child reports a load for which another child was chosen, or the release of
       blocks that only other children keep. Each worker reports a release once, even while the `MultiConnector` waits
       for another child.
@@ -174,7 +175,8 @@ class CompletionOnce(RuleOfEnds):
 class Liveness(RuleOfEnds):
     """LIVENESS: every end that vLLM waits for is reported.
 
-    Verifies: at each step, that no asynchronous load and no kept blocks have been pending for more than a minute.
+    Verifies: at each step, vLLM has waited at most a minute for each end of an asynchronous load, and for each release
+    of kept blocks.
     Does not verify: ends that were pending for less than a minute when the log ended; anything after the last step.
     """
 

@@ -1,4 +1,4 @@
-"""Blocks of copies in flight: rules that need a log that shows when copies end."""
+"""Blocks of copies in flight. If the log does not show when a copy ends, the copy counts as ended at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LoadDstExclusive(RuleOfCopies):
     judges_loads = True
 
     def begins(self, begun: Begun) -> None:
-        """Check that the blocks were given for the load, and that no other load fills them."""
+        """Check that vLLM allocated the blocks for this load, and that no other load fills them."""
         copy, table = begun.copy, self.tables.of(begun.ordinal)
         jobs = [job for job in self.copies.of_life(begun.ordinal) if job.is_load]
         given = {block_id for job in jobs for block_id in job.block_ids}
@@ -59,8 +59,8 @@ class BlockReuseFenced(RuleOfCopies):
     scheduler" (wait_for_save). Otherwise, the workers finish the saves before the step that fills the blocks
     (handle_preemptions; `kv_connector/v1/base.py`, 0.32).
 
-    Verifies: at each step, that no save for another request still reads a block that a request has got in the step or
-    in an allocation since the previous step. Shared blocks are not checked.
+    Verifies: at each step, all blocks that requests got in the step, or in allocations since the previous step. No save
+    for another request still reads one of these blocks. Shared blocks are not checked.
     Does not verify: copies of a connector without a decoder; copies whose end is not in the log; that workers wait if
     the metadata tells them to.
     """
@@ -76,7 +76,7 @@ class BlockReuseFenced(RuleOfCopies):
 class SrcBlockStable(RuleOfCopies):
     """SRC_BLOCK_STABLE: no load fills a block that a save still reads.
 
-    Verifies: for each load that begins, that no save in flight of any request reads one of the load's blocks.
+    Verifies: when a load begins, no save in flight reads one of its blocks, whatever the save's request.
     Does not verify: copies of a connector without a decoder; copies whose end is not in the log; writes of a forward
     pass into the block. BLOCK_REUSE_FENCED finds the writes of another request. The request itself writes only to
     positions after the saved tokens, which does no harm.

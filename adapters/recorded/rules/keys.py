@@ -47,9 +47,10 @@ class SavedUnderKey(RuleOfTables):
       `CPUOffloadingSpec`) does not load these blocks.
     - With digests, no connector loads these blocks with bytes that were saved under another key.
 
-    Does not verify: without digests, connectors whose store outlives the engine or is shared; with such a store,
-    whether bytes that were saved with another salt were also saved under the request's keys before the log began; turns
-    of a session after the first; anything in a log without its beginning.
+    Does not verify: connectors whose store outlives the engine or is shared, if the log has no digests; turns of a
+    session after the first; anything in a log without its beginning. If the store outlives the engine, a block may have
+    been saved under its own key before the log began. If the log has a save of the same bytes under another key, the
+    rule then reports a load that is right.
     """
 
     rule = "SAVED_UNDER_KEY"

@@ -23,7 +23,7 @@ class _Held:
 
     num_tokens: int
     saved_at: int
-    """Number of blocks of all requests that were saved before the least recently saved of these tokens."""
+    """Number of blocks that all requests had saved before these tokens: before the last save of each of them."""
     sequence: int
     """Sequence number of the event that shows that the connector had the tokens."""
 
@@ -49,8 +49,9 @@ class ResumeCoversOutput(Checker):
 
     - Before the preemption, an answer covered more than 2 n + b tokens of the request. vLLM now finds n tokens
       computed, and b is the block size.
-    - The connector is likely to have these tokens: since their save, at most N blocks were saved. N is the largest
-      number of blocks that were saved between the last use of a block and a later offer of the same block.
+    - The connector is likely to have these tokens: since their save, at most N blocks were saved. N is known from the
+      log: some block was offered again although N blocks had been saved since its last use. A use of a block is a
+      lookup or save of a request with this block.
 
     Does not verify: tokens that were saved and never offered, because no event shows when they are stored; offers after
     a failed load; offers for models with several groups of layers; offers of tokens that were saved before a reset.

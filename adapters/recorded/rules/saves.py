@@ -32,8 +32,8 @@ class StoreContiguous(RuleOfTables):
     If a connector breaks this rule, no output is wrong. The KV after a hole is computed again, which takes time.
 
     Verifies: each block of the request before the last block of a save was saved for a request with the same tokens,
-    was loaded, or was in the hit of an answer. Each hole is reported once. If the hits of several answers add up to the
-    start of the save, the finding says that lookups have moved the start.
+    was loaded, or was in the hit of an answer. Each hole is reported once. If a save begins at the sum of the hits of
+    several answers, the finding says that lookups have moved the save's start.
     Does not verify: anything in a log without its beginning, or after a copy whose tokens the log does not show; groups
     with a window; that saved blocks stay stored; that anything is saved at all.
     """

@@ -60,7 +60,7 @@ class RuleOfCopies(Checker):
         return (begun for begun in chain(*self._under_way.values()) if begun.copy.is_load is loads)
 
     def given_away(self, *, loads: bool) -> None:
-        """Report each load in flight if another life got one of its blocks. If `loads` is False, report such saves."""
+        """Report each load in flight if another life got one of its blocks. If `loads` is False, check saves."""
         for begun in self.under_way(loads=loads):
             taken = {block for block in begun.block_ids if self.given.get(block, begun.ordinal) != begun.ordinal}
             # Other requests may share a block in the very step in which one computes it, and save it after that.

@@ -1,7 +1,7 @@
 """NixlConnector, for pull and push (`kv_connector/v1/nixl/metadata.py`, vLLM 0.32).
 
-Its metadata has the blocks of each group, by request. It does not name the blocks that another engine reads from this
-engine. These are blocks that an ended request keeps.
+Its metadata has the blocks of each group, by request. If another engine reads blocks of this engine, the metadata does
+not name them. vLLM keeps these blocks for a request that has ended.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _OPTIONS_AS_ARGUMENTS = {"--lenient": "lenient=True"}
 
 @contextlib.contextmanager
 def public_errors(path: Path) -> Iterator[None]:
-    """Convert errors that occur while the log at `path` is read to the exceptions of this module."""
+    """Turn errors of reading the log at `path` into the exceptions of this module."""
     try:
         yield
     except CommandFailed as error:

@@ -46,13 +46,13 @@ class Request:
 
     @cached_property
     def lives(self) -> tuple[Life, ...]:
-        """The lives of this id, each from an arrival to its release. May read the log when first accessed."""
+        """The lives of this id, in the order of arrival. The first access may read the log."""
         if self._known_lives is not None:
             return self._known_lives
         return reading.lives(self._source).get(self.request_id, ())
 
     def why(self) -> Iterator[Reason]:
-        """Yield the reasons why tokens of this request were left to compute or computed again.
+        """Yield the reasons why vLLM had to compute tokens of this request, or compute them again.
 
         A life that was never admitted has the reasons of its last lookup. If a life has more than 512 admissions, only
         the first 511 and the last one have reasons. The same limit applies to steps that computed tokens again.
@@ -123,7 +123,7 @@ class Log:
         return reading.lookups(self._scheduler_entries())
 
     def copies(self) -> Iterator[Copy]:
-        """Yield the loads and saves of each start, in the order in which they ended. Unfinished copies come last."""
+        """Yield the loads and saves of each start, in the order in which they were settled, then the unsettled ones."""
         return itertools.chain.from_iterable(reading.copies(source.entries()) for source in self._schedulers())
 
     def steps(self) -> Iterator[Step]:
@@ -143,7 +143,7 @@ class Log:
 
         Args:
             name: `requests`, `lookups`, `copies`, `steps`, `evictions`, `reasons` or `violations`. `docs/tables.md`
-                describes the columns. `violations` verifies the logs.
+                describes the columns. For `violations`, this method verifies the logs.
 
         Raises:
             ValueError: there is no table with this name.
@@ -171,7 +171,7 @@ class Log:
         return data_frame(self.to_arrow(name))
 
     def verify(self) -> Report:
-        """Check every rule on every log, and whether today's code makes the same decisions."""
+        """Check whether each log keeps every rule, and whether today's code makes the decisions in the log."""
         return Report(tuple(verified(source) for source in self._sources), self.unreadable)
 
     def _schedulers(self) -> Iterable[Source]:

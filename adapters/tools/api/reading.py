@@ -142,7 +142,7 @@ def evictions(entries: Iterable[Entry]) -> Iterator[Eviction]:
 
 
 def copies(entries: Iterable[Entry]) -> Iterator[Copy]:
-    """Yield each copy when it ends, then the copies whose end is not in the log."""
+    """Yield each copy when it is settled, then the copies that the log does not settle."""
     in_flight: dict[int, Copy] = {}
     for entry in entries:
         event = entry.event

@@ -87,11 +87,11 @@ class Life:
     """Failed copies, refused loads, broken rules and failed hooks."""
     is_quarantined: bool
     queued_ns: int
-    """Time from the arrival until the first step. If this step waits for a load, until the load has completed."""
+    """Time from the arrival until the first step. If this step waits for a load, until the load is over."""
     running_ns: int
     """Time running, including the waits between the turns of a session."""
     preempted_ns: int
-    """Time from each preemption until the request's KV is loaded again, or until the request computes again."""
+    """Time from each preemption until the request's next step. If the step waits for a load, until the load is over."""
 
 
 @attrs.frozen(kw_only=True)
@@ -110,11 +110,11 @@ class Lookup:
     ordinal: int
     generation: int
     num_computed_tokens: int
-    """Tokens in vLLM's own prefix cache."""
+    """Tokens of the request that vLLM's own prefix cache has."""
     num_tokens: int
     """Tokens of prompt and output."""
     num_hit_tokens: int | None
-    """Tokens of the prefix that can be loaded."""
+    """Tokens that the lookup found, counted from the request's first token on."""
     num_external_tokens: int | None
     """Tokens offered."""
     is_async: bool | None
@@ -137,7 +137,7 @@ class Copy:
     sequence: int
     time_ns: int
     settled_sequence: int | None
-    """Sequence number of the copy's end; None if the end is not in the log. `settled_ns`: time of the end."""
+    """Sequence number of the event that settled the copy; None: not in the log. `settled_ns`: time of this event."""
     settled_ns: int | None
     kind: str
     """`load`, `save` or `tail save`."""
@@ -146,7 +146,7 @@ class Copy:
     ordinal: int
     generation: int
     outcome: str
-    """`completed`, `failed`, `given up` (a failed save whose slots a rank may still write), or `open` (not ended)."""
+    """`completed`, `failed`, `given up` (a failed save whose slots a rank may still write), or `open` (not settled)."""
     error: str
     first_token: int | None
     """First token of a load or tail save; None for a save of whole chunks."""
@@ -161,15 +161,15 @@ class Copy:
     is_async: bool
     """Whether steps go on during the copy."""
     before_forward: bool
-    """Whether the copy is a save that must end before the step's forward pass, because vLLM has already freed the
-    blocks."""
+    """Whether the copy is a save that must complete before the step's forward pass, because vLLM has already freed
+    the blocks."""
     ranks_done: tuple[int, ...]
     ranks_failed: tuple[int, ...]
     num_bytes: int
     """Bytes that workers reported."""
     worker_ns: int
-    """Sum of the nanoseconds that workers measured. If one report is about several copies, its time is divided among
-    them in proportion to their bytes."""
+    """Sum of the nanoseconds that workers measured. If one report is about several copies, the time in the report is
+    divided among these copies in proportion to their bytes."""
 
 
 @attrs.frozen
@@ -219,7 +219,7 @@ class Eviction:
 
 @attrs.frozen(kw_only=True)
 class Reason:
-    """Why consecutive tokens of a request were left to compute or computed again."""
+    """Why vLLM had to compute consecutive tokens of a request, or compute them again."""
 
     start: str
     request_id: str
@@ -229,7 +229,7 @@ class Reason:
     again after a preemption), `computed_twice` (computed again after a rollback), or `lookup` (not found by the last
     lookup of a request that has not been admitted)."""
     sequence: int
-    """Sequence number of the event to which `of` refers."""
+    """Sequence number of the admission, of the step that computed the tokens again, or of the lookup."""
     time_ns: int
     first_token: int
     end_token: int

@@ -106,7 +106,7 @@ class Damage:
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """Faults with the same cause, as far as a log can show this. `kvledger verify` counts the same findings."""
+    """Faults that have one cause, as far as the log shows. `kvledger verify` counts the same findings."""
 
     start: str
     rank: int | None
@@ -169,7 +169,7 @@ class Report:
     """Results of verifying all logs that were opened."""
 
     logs: tuple[LogReport, ...]
-    """One report per log, the oldest engine start first. For each start, the scheduler's log is before the workers'."""
+    """One `LogReport` per log, the oldest engine start first. In a start, the scheduler's log is first."""
     unreadable: tuple[LogUnreadable, ...] = ()
     """An error for each log that could not be opened."""
 

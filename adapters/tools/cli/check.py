@@ -278,11 +278,11 @@ class _Shown:
             self._output.field("note", text)
 
     def keys(self, algorithm: str, why_guessable: str) -> None:
-        """Print the hash algorithm of the chunk keys, and why guesses of prompts can be tested with the keys.
+        """Print the hash algorithm of the chunk keys, and the reason if a key can confirm a guessed prompt.
 
         Args:
             algorithm: the hash algorithm.
-            why_guessable: the reason; empty if guesses cannot be tested.
+            why_guessable: the reason; empty if no key can confirm a guess.
         """
         if self._output.is_json:
             why = why_guessable or None

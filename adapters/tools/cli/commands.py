@@ -190,11 +190,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "repro": Command(
             "write a test that reproduces an incident by repeating the recorded hook calls",
             {
-                ExitCode.SOUND: "the test is written and ends here as it should: it fails, or with --pin it passes. Also: "
-                "the test was not run because of --no-run",
+                ExitCode.SOUND: "the test is written and has the expected result here: it fails, or with --pin it "
+                "passes. Also if --no-run was given, so that the test was not run",
                 ExitCode.DAMAGED: _UNREADABLE,
-                ExitCode.DIVERGED: "the test is written, but does not end here as it should: it passes, so it shows no "
-                "bug, or with --pin it fails",
+                ExitCode.DIVERGED: "the test is written, but does not have the expected result here: it passes, so it "
+                "shows no bug, or with --pin it fails",
                 ExitCode.NOTHING_CHECKED: "the log has no event, or its beginning is missing",
                 ExitCode.NOT_VERIFIED: "the test is written, but could not be run here",
                 ExitCode.USAGE: "wrong usage: for example, the log has no incident (and --pin is not given), or for a "

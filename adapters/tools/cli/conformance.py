@@ -199,7 +199,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _refuse_missing_module(given: str) -> None:
-    """Refuse "module:name" if the module does not exist. Called before the import of vLLM, which takes seconds."""
+    """Refuse "module:name" if the module does not exist. This comes before the import of vLLM, because that is slow."""
     module = given.rpartition(":")[0]
     try:
         is_missing = bool(module) and importlib.util.find_spec(module) is None

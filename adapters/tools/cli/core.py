@@ -87,7 +87,7 @@ def described(core: Core) -> dict[str, object]:
 
 
 def _stopped(log: StoredLog, output: Output) -> dict[str, int]:
-    """Return name of a stopped extension → sequence number of the event that stopped the extension."""
+    """Return extension → sequence number of the event that stopped it. Only stopped extensions are included."""
     if not log.core.extensions:
         return {}
     with output.progress(log, "looking for stopped extensions"):

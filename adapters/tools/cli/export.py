@@ -83,7 +83,7 @@ def run(
 
 
 def open_again(path: Path, *, reading: Reading, deciding: Deciding) -> StoredLog:
-    """Open a log in another process, with the same code and options. A core cannot be sent there, so make it again."""
+    """Open a log in another process, with the same options. Cores cannot be sent to a process, so it makes its own."""
     return opened_log(path, reading, deciding.core())
 
 

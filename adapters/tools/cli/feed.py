@@ -49,7 +49,7 @@ class Polls(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def repeats_text(self) -> str:
-        """All lookups of this series after the first one, in words."""
+        """The repetitions of the first lookup in words: how many, and with which answer."""
         text = f"looked up {plural(self.num_repeats, 'more time')} in {duration(self.last_ns - self.first_ns)}"
         return (
             f"{text}; the last: {self.last_text}" if self.last_text != self.first_text else f"{text}: the same answer"
@@ -132,7 +132,7 @@ class Feed(ObservationVisitor):
 
 
 def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
-    """Yield every batch of a log after `log.start_sequence`, then each batch that is appended later.
+    """Yield every frame of a log after the event `log.start_sequence`, then each frame that is appended later.
 
     Yields None each time it reaches the present end of the log. Ends when no process writes the log any more. A copy
     or a mirror of a log does not show whether a process writes the log, so this function never ends for them.

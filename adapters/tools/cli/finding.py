@@ -92,7 +92,7 @@ def selected(
 def foldable(
     reading: Reading, output: Output, logs: Sequence[Path] | None = None, core: Core | None = None
 ) -> list[tuple[StoredLog, Selection]]:
-    """Return the logs and parts that `selected` yields, without the logs whose configuration is lost.
+    """Return what `selected` yields, but leave out the logs whose configuration is lost.
 
     Raises:
         CommandFailed: no log remains.

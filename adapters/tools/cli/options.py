@@ -291,8 +291,8 @@ def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: s
 def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = False) -> int | None:
     """Return the time from the log's opening to the moment, in nanoseconds.
 
-    A moment such as 10:30:00 lasts a second. The result is the time of its first nanosecond, or with `is_end`
-    of its last. None if no moment was asked for, or if the moment is an event number.
+    A moment such as 10:30:00 lasts a second. The result is the time of its first nanosecond, or, with `is_end`,
+    the time of its last nanosecond. None: no moment was asked for, or the moment is an event number.
     """
     if asked is None or asked.kind == "event":
         return None
@@ -324,7 +324,7 @@ def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
 def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
     """Return the sequence number of the event directly before the first event that is later than `time_ns`.
 
-    None if no event is later than `time_ns`. Decisions have no time of their own.
+    None if no event is later than `time_ns`. Only observations are compared, because decisions have no time.
     """
     for number, event in events:
         at_ns = getattr(event, "time_ns", None)

@@ -186,7 +186,7 @@ class Output:
 
     @contextlib.contextmanager
     def apart_from_others(self, path: Path) -> Iterator[None]:
-        """Inside this context, report a log that cannot be read or checked. If it is the only log, raise the error."""
+        """Inside this context, report the error if a log cannot be read or checked. With only one log, raise it."""
         try:
             yield
         except (CommandFailed, OSError) as error:
@@ -308,7 +308,7 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
 
 
 def show_decisions(output: Output, judgement: Judgement, core: Core | None = None) -> None:
-    """Print how many decisions came out differently when made again. With `core`, print the first difference, too."""
+    """Print how many decisions differ from those in the log. With `core`, print the first difference, too."""
     different = (
         ("decisions", "repeated, ", judgement.divergences),
         ("reference", "", judgement.reference_differences),
@@ -325,9 +325,9 @@ def show_decisions(output: Output, judgement: Judgement, core: Core | None = Non
 
 
 def record_divergences(output: Output, judgement: Judgement, findings: FindingList | None = None) -> None:
-    """Print each decision that came out differently as a JSON object.
+    """Print each decision that differs from the log, and the event that cannot be folded, as JSON objects.
 
-    With `findings`, the object also has the sequence number of the first event of its finding.
+    With `findings`, each object also has the sequence number of the first event of the finding to which it belongs.
     """
 
     def belongs(item: object) -> dict[str, object]:

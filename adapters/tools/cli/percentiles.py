@@ -35,7 +35,7 @@ class Percentiles:
         self._counts += other._counts
 
     def at(self, share: float) -> int:
-        """Return the smallest counted value that at least `share` (0 to 1) of all values do not exceed.
+        """Return the smallest counted value for which at least `share` (0 to 1) of all values are as large or smaller.
 
         0 if there are no values.
         """

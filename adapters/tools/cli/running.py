@@ -36,7 +36,7 @@ def run_command(command: Callable[..., ExitCode], bound: inspect.BoundArguments,
 def explained(error: BaseException, log: Path | StreamUrl | None = None) -> ExitCode:
     """Print to stderr why a command failed and what to do, and return the exit code.
 
-    Raises the error again if it must end the command without an explanation; see `ended`.
+    Does not explain an interruption or a failed write of the output. Raises this error again, for `ended`.
     """
     raise_if_unstoppable(error)
     if isinstance(error, CycloptsError):

@@ -68,7 +68,7 @@ class Listing:
     """Which requests to list, and in which order."""
 
     limit: int
-    """Number of requests to list, counted from the end of the chosen order; 0: all."""
+    """Number of requests to list, which are the last ones in the chosen order; 0: all."""
     only_failed: bool
     sort: str
 

@@ -83,8 +83,8 @@ class Statistics:
 class Counting(Visitor[Model]):
     """Counts the events of a log, and collects its totals and reasons. Call `result` at the end.
 
-    Pass `visitors` to a reader without changing their order. At the first selected event, this class saves the totals
-    and reasons of all earlier events, and must do so before the other visitors count that event.
+    Pass `visitors` to a reader without changing their order. At the first selected event, this class stores what the
+    other visitors have counted so far. It therefore must get this event before the other visitors.
     """
 
     needs = ("lives", "copies")
@@ -114,7 +114,7 @@ class Counting(Visitor[Model]):
         return [(event_class, self._take) for event_class in e.STANDARD_EVENTS.values()]
 
     def ended(self, _life: Life) -> None:
-        """Begin the selection if the event that ends the life is the first selected one."""
+        """Begin the selection if the life ends at the first selected event."""
         self._reach()
 
     def end_frame(self, batch: Batch) -> None:
@@ -206,7 +206,7 @@ class Counting(Visitor[Model]):
                 self._statistics.of_extensions[name] += amount
 
     def _took(self, took: Took, request_id: str) -> None:
-        """Add to the percentiles a duration that the totals measured."""
+        """Add to the percentiles the duration of a load, a save or a recovery."""
         if self._before is None:
             return
         event, wanted = self.moment.event, self._selection.request_id

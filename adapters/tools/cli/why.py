@@ -97,7 +97,7 @@ def _advice(history: RequestHistory, log: StoredLog) -> dict[str, str]:
 
 
 def total(sums: Sums) -> dict[str, object]:
-    """Return the sums as a JSON object. Reasons and outcomes of loads are left out if they have no tokens."""
+    """Return the sums as a JSON object. It has only the reasons and outcomes that have tokens."""
     return {
         "num_admissions": sums.num_admissions,
         "num_tokens_needed": sums.num_needed,

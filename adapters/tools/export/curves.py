@@ -23,7 +23,7 @@ class Curve:
     name: str
     highest: int
     paths: Sequence[str]
-    """For each log the area below its curve, as an SVG path of `NUM_COLUMNS` by `HEIGHT`."""
+    """For each log, the area below its curve, as an SVG path of `NUM_COLUMNS` by `HEIGHT`."""
 
 
 def curves(axis: Axis, of_logs: Sequence[Samples]) -> Iterator[Curve]:

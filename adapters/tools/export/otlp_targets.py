@@ -138,7 +138,7 @@ class SpanEndpoint:
 
 
 class _Session(requests.Session):
-    """Keeps the outcome of the last request, because the exporter returns only whether the request succeeded."""
+    """Keeps the response or error of the last HTTP request. The exporter returns only whether the request succeeded."""
 
     _outcome: requests.Response | Exception | None = None
 

@@ -129,7 +129,7 @@ def _chosen(readings: Sequence[Reading]) -> list[list[Request]]:
 
 
 def _most_interesting(reading: Reading, requests: Sequence[Request], num_requests: int) -> list[str]:
-    """Return the ids of the requests to show event by event. Each log gets a share of `_MAX_TIMELINES`."""
+    """Return the ids of this log's requests to show event by event. All logs together show about `_MAX_TIMELINES`."""
     share = -(-_MAX_TIMELINES * len(requests) // max(1, num_requests))
     allowed = max(1, min(share, _WORK_OF_TIMELINES // max(1, reading.log.num_events)))
     by_interest = sorted(requests, key=lambda request: request.interest, reverse=True)

@@ -70,7 +70,7 @@ class Reading:
     end: Place
     """Where both readings end."""
     verification: Verification | RemoteVerification
-    """Its findings are complete only after this reading."""
+    """The verification of the log. Call its `findings` only after this reading."""
     pool: Estimate
     """Tokens that pools of other sizes would have loaded."""
     figures: Figures | None
@@ -104,9 +104,9 @@ class Reading:
 
     @property
     def busy(self) -> list[Interval]:
-        """Intervals to draw, in nanoseconds since the log was opened.
+        """Intervals that the time axis of the page shows in full, in nanoseconds since the log was opened.
 
-        If a request is selected, these are the intervals of the request, with a margin.
+        If a request is selected, these are the intervals of the request's states, with a margin.
         """
         if self.selection.request_id is None:
             return self.shown.busy or [(0, self.now_ns)]

@@ -176,7 +176,7 @@ class EngineTrace(Sink):
         self._event("e", "copy", copy.kind, copy.last_ns, _COPIES, arguments, more)
 
     def _begin_call(self, call: CallSpan) -> None:
-        """Begin a slice, but not before the end of the track's previous slice. Clocks differ, so calls may overlap."""
+        """Begin a slice, but not before the track's previous slice ends. Calls may overlap if clocks differ."""
         if call.extension not in self._calls:
             self._calls[call.extension] = _FIRST_EXTENSION + len(self._calls), 0
             self._name_track(self._calls[call.extension][0], f"calls, {call.extension}")
@@ -216,7 +216,7 @@ class EngineTrace(Sink):
         return None if ordinal is None or ordinal not in self._tracks else _FIRST_REQUEST + ordinal
 
     def _show_gone(self) -> None:
-        """For each kind (evicted, tainted), write one instant for all chunks. Perfetto would nest several instants."""
+        """Write one instant for all evicted chunks and one for all tainted ones. Perfetto would nest one per event."""
         for kind, instants in self._gone.items():
             keys = [str(key) for instant in instants for key in cast("list[str]", instant.fields["keys"])]
             arguments = {

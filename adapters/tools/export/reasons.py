@@ -1,4 +1,4 @@
-"""Why tokens were missed or computed again. For the HTML page: counts by reason, and the causes of one request."""
+"""Why tokens were missed or computed again, for the HTML page: counts by reason, and the causes of one request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reasons(Accounts):
         super().__init__(model, request_id=one, on_end=self._keep, keeps_histories=one is not None)
 
     def visits(self) -> Visits:
-        """Return the visits: first those that detect the beginning of the selection, then the visits of `Accounts`."""
+        """Return which methods to call for which events: first `_reach`, then the methods of `Accounts`."""
         return [*((event_class, self._reach) for event_class in e.STANDARD_EVENTS.values()), *super().visits()]
 
     def ended(self, life: Life) -> None:

@@ -40,13 +40,13 @@ class LifeSpan(Span, eq=False, kw_only=True):
     summary: RequestSummary
     """Summary of the life; complete when the span ends."""
     first_running_ns: int | None = None
-    """Time at which the request was first running: every prompt token was computed or in a step in flight."""
+    """When the request first was in the state `running`: all prompt tokens are computed, or in a step in flight."""
     trace_parent: bytes = b""
     """Trace context of the arrival; empty if the arrival has none or is not in the log."""
     num_tokens_retained: int = 0
-    """Tokens that vLLM's prefix cache still had after preemptions. `num_tokens_recovered`: tokens that were loaded
-    after preemptions."""
+    """Tokens that vLLM's prefix cache still had after preemptions."""
     num_tokens_recovered: int = 0
+    """Tokens that were loaded after preemptions."""
     num_bytes_loaded: int = 0
     num_bytes_saved: int = 0
     state_ns: dict[str, int] = {}
@@ -119,7 +119,7 @@ class Lookup:
     """Ordinal of the life; None if the log lacks the request's arrival."""
     answer: LookupAnswered | LookupDeferred
     is_repeated: bool
-    """Whether this equals the previous answer, or is another deferral for the same job. vLLM asks in every step."""
+    """Whether the answer equals the life's previous answer, or is another deferral because of the same job."""
 
 
 @attrs.frozen(kw_only=True)

@@ -44,7 +44,7 @@ class Bar:
 
 
 def after_preemptions(figures: Sequence[Figures]) -> Bar:
-    """Return the bar of the tokens that had been computed before requests were preempted."""
+    """Return the bar for tokens that were computed before preemptions: where requests got them from afterwards."""
     recovered = Share("recovered: copied back", "recovered", sum(each.num_tokens_recovered for each in figures))
     retained = Share("retained in vLLM's cache", "retained", sum(each.num_tokens_retained for each in figures))
     recomputed = Share("recomputed", "recomputed", sum(each.num_tokens_recomputed for each in figures))

@@ -62,7 +62,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     kept_blocks: dict[int, list[int]] = {}
     """Ordinal of a finished life → blocks that are held for its copies."""
     bytes_per_page: float | None = None
-    """Bytes per page of the last complete save."""
+    """Bytes per page of the last completed save."""
     now_ns: int = 0
     """Latest time so far. In a damaged log, a later event with an earlier time gets this time instead."""
 
@@ -74,8 +74,8 @@ class Trace(Visitor[Model]):
     beginning. Spans that continue after the selection's end are left open. If a request is selected, the sink also gets
     steps, counts and instants without a request.
 
-    Pass `visitors` to a reader in their order. The summary of a life must be complete before the life's span ends. The
-    recovered tokens of a request are known only until the totals have counted the request's step.
+    Pass `visitors` to a reader in their order. The summary of a life must be complete before this visitor ends the
+    life's span. This visitor must read a request's recovered tokens before the totals count the step and forget them.
     """
 
     needs = ("lives", "copies")
@@ -126,7 +126,7 @@ class Trace(Visitor[Model]):
             self._num_in_state[span.state] += 1
 
     def visits(self) -> Visits:
-        """Return visits: first to notice the selection's beginning, then to follow states of lives, then all others."""
+        """Return which methods to call for which events, in this order: `_reach`, `_look`, the others."""
         ignores_instants = type(self._sink).happened is Sink.happened
         ignored: set[object] = {self._happened} if ignores_instants else set()
         if ignores_instants and type(self._sink).began is Sink.began:

@@ -26,7 +26,7 @@ class Clock:
         return self._opened_ns is not None
 
     def unix_ns(self, time_ns: int | None) -> int | None:
-        """Convert a time since the log was opened to nanoseconds since 1970. None: unknown."""
+        """Convert a time since the log was opened to nanoseconds since 1970; None if either time is unknown."""
         return None if self._opened_ns is None or time_ns is None else self._opened_ns + time_ns
 
     def date_and_time(self, time_ns: int) -> str:

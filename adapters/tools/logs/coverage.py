@@ -36,10 +36,10 @@ class Coverage:
 
 
 class RequestPresence:
-    """Finds out whether the selected request lived in the selected part. Pass every event to `take`, in order.
+    """Finds out whether the selected request was alive in the selected part. Pass every event to `take`, in order.
 
-    A request lives from its first event to its release. It can live in a part in which no event names it, because most
-    steps do not name the requests that they run.
+    A request is alive from its first event to its release. It can be alive in a part in which no event names it,
+    because most steps do not name the requests that they run.
     """
 
     def __init__(self, selection: Selection, before: Projections | None = None) -> None:
@@ -82,10 +82,10 @@ class ExtensionEvents:
 
 
 def readable(log: StoredLog, selection: Selection) -> Coverage:
-    """Return the coverage of a log that was read: the selected events, if the state before these events is known.
+    """Return the coverage of a log that was read: the selected events before which the state is known.
 
-    Without a readable header, all events that were read are covered, but no state is shown. Such a log is reported as
-    damaged anyway.
+    If no header is readable, all events that were read count as covered, although their state is not known. Such a log
+    is reported as damaged anyway.
     """
     if not log.header and log.num_events:
         return Coverage(log.first_sequence, log.last_sequence, is_whole=False)
@@ -100,8 +100,8 @@ def checked(log: StoredLog, selection: Selection, last_foldable: int | None, *, 
     Args:
         log: the log. Its events were read after `log.start()` was called.
         selection: the selected part.
-        last_foldable: sequence number of the event before the first event that cannot be folded; None: every event can.
-        is_present: whether the selected request lived in the selected part; True if no request is selected.
+        last_foldable: sequence number of the last event that can be folded; None: all events can be folded.
+        is_present: whether the selected request was alive in the selected part; True if no request is selected.
     """
     last = log.trusted_sequence if last_foldable is None else min(last_foldable, log.trusted_sequence)
     found = _covered(log, selection, log.start_sequence + 1, last)

@@ -308,7 +308,7 @@ def describe(event: e.Event, core: Core) -> str:
 
 
 def describe_core_event(event: e.Event) -> str:
-    """Return the event in words, as `describe` does. The event must not be an extension's."""
+    """Return the same words as `describe`, for an event that is not an extension's."""
     say = _WORDS.get(type(event))
     return "" if say is None else say(event)
 

@@ -37,7 +37,7 @@ def ending_text(ending: LogEnding, num_open: int | None) -> str:
 
 
 def sound_text(ending: LogEnding) -> str:
-    """Return the verdict for a log in which nothing is wrong. It depends on how the log ended."""
+    """Return the verdict for a log in which nothing is wrong. The verdict depends on how the log ended."""
     return "sound, but its end is missing" if ending.missing is not None else _SOUND[ending.how]
 
 

@@ -95,7 +95,7 @@ class Cause:
     time_ns: int
     text: str
     words: str = ""
-    """Text of a lookup without its repetitions, its durations and the load for which the lookup waits."""
+    """Text of a lookup. Repetitions, durations, and the load for which the lookup waits are left out."""
     num_times: int = 1
     until_ns: int = attrs.field(default=attrs.Factory(lambda cause: cause.time_ns, takes_self=True))
     """Time of the last lookup if the cause combines several lookups; else `time_ns`."""
@@ -104,12 +104,12 @@ class Cause:
     spans: tuple[Span, ...] = ()
     """The tokens that had to be computed, with the reasons."""
     reasons: list[str] = attrs.field(factory=list)
-    """Reasons in words, one line each, without reasons that an earlier cause shows."""
+    """Reasons in words, one line each. Reasons that an earlier cause shows are left out."""
     evidence: tuple[int, ...] = ()
     num_blocks_held: int = 0
     """Blocks of vLLM's KV cache that all requests together held at `time_ns`; 0 if unknown."""
     held: str = ""
-    """`num_blocks_held` in words, if the cause is the life's first lookup, late or repeated; else empty."""
+    """`num_blocks_held` in words; empty unless this is the life's first lookup, and it was late or repeated."""
     notes: list[str] = attrs.field(factory=list)
     """Lines that extensions add."""
 
@@ -406,7 +406,7 @@ def _awaited_text(load: SharedLoad) -> str:
 
 
 def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]:
-    """Return causes and recomputations in the order of the log. Consecutive recomputations of a kind are one cause."""
+    """Merge causes and recomputations in the order of the log. Recomputations in a row with equal `what` become one."""
     result: list[Cause] = []
     for cause in sorted((*causes, *recomputed), key=lambda cause: cause.last_sequence):
         last = result[-1] if result else None
@@ -433,7 +433,7 @@ def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]
 
 
 def groups_of(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Yield groups of adjacent spans that have the same reason and come from the same request or event."""
+    """Yield groups of adjacent spans. All spans of a group have the same reason and the same request or event."""
     group: list[Span] = []
     for span in spans:
         if group and (group[-1].end_token != span.first_token or _origin(group[-1]) != _origin(span)):

@@ -43,7 +43,7 @@ UNKNOWN_TOTALS = "not known: reading begins at a snapshot that has no totals of 
 
 
 def figures_in_words(figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None) -> dict[str, str]:
-    """Return label → text for what the cache did. For copies of another connector, only loaded tokens are shown."""
+    """Return label → text for what the cache did. Of another connector's copies, only the loaded tokens are shown."""
     offered = f"{plural(figures.num_tokens_offered, 'token')} offered"
     deferred = "" if num_deferrals is None else f", {plural(num_deferrals, 'deferral')}"
     lines = {

@@ -29,11 +29,15 @@ class RequestAmbiguous(CommandFailed):
 def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) -> tuple[StoredLog, str]:
     """Find the one request that the text `given` means, and return its log and its whole id in that log.
 
-    These rules are tried in this order until one fits a request: the id equals the text, has the text as a whole part
-    between hyphens, begins with the text, or contains the text. In `cmpl-chat-1-0-8f3a1c5e`, the client's id `chat-1`
-    is such a part, because vLLM's front ends write something before and after it. Logs cut a long id and append a hash
-    of the whole id. A long `given` is cut in the same way before it is compared. If vLLM wrote something before the
-    client's id, the hashes differ, so a fifth rule ignores the hash.
+    Five comparisons are tried in this order, until one fits a request:
+
+    1. The id equals the text.
+    2. The text is a whole part of the id, between hyphens. vLLM's front ends write something before and after the
+       client's id: in `cmpl-chat-1-0-8f3a1c5e`, the client's id is `chat-1`.
+    3. The id begins with the text.
+    4. The id contains the text.
+    5. As in 4, but without hashes. Logs cut a long id and append a hash of the whole id. For 1 to 4, a long `given` is
+       cut in the same way. If vLLM wrote something before the client's id, the two hashes differ.
 
     Args:
         known: each log with the ids of its requests, in the order of their arrival.

@@ -1,10 +1,10 @@
 """Groups what is wrong in a log into findings, one for each cause. Each fault in a finding is called a breach.
 
-- A finding begins with a breach about one life of a request. Later breaches about this life belong to the same finding,
-  and so do breaches at the observation at which the finding began.
+- A finding begins with a breach about one life of a request. Later breaches about this life belong to the same finding.
+  So do breaches about other requests at the same observation as the first breach.
 - A divergence belongs to the finding about its life or its observation. All other divergences of decisions form one
   finding, because one change of the code explains all of them.
-- Breaches of a rule that concern no request form one finding if their texts differ only in numbers.
+- Breaches about no request form one finding if they break the same rule and their texts differ only in numbers.
 
 `verify`, the HTML page and the Python API count findings with this module. `docs/decisions/0069` has the reasons.
 """
@@ -155,7 +155,7 @@ class _Folding:
     def add(self, item: object, breach: Breach, life: Hashable, observation: int, otherwise: Hashable = None) -> None:
         """Add a breach to the finding about its life or its observation.
 
-        `otherwise`: key of the finding to use if there is no such finding; None: begin a new finding.
+        `otherwise`: key of a finding for all breaches without such a finding; None: begin a new finding.
         """
         finding = self._by_life.get(life) or self._by_observation.get(observation) or self._by_life.get(otherwise)
         if finding is None:

@@ -40,8 +40,8 @@ class Glance:
     num_events: int = 0
     """Events that were written, including events that were retired."""
     num_requests: int | None = None
-    """Requests that arrived. None: not counted, because the log is large, damaged, empty, undecodable or a worker's, or
-    lacks its beginning."""
+    """Requests that arrived. None: not counted, because the log is large, is damaged, has no events, has lost its
+    beginning, cannot be decoded, or is a worker's log."""
     nothing_checked: str = ""
     """Reason why no event of the log can be checked, as far as a glance shows; empty if events can be checked."""
     num_bytes: int = 0
@@ -110,7 +110,7 @@ def _glance_at(path: Path) -> Glance:
 
 
 def _decoder(header: dict[str, object]) -> EventDecoder | None:
-    """Return a decoder, which is needed for times and requests. Return None if events cannot be decoded here."""
+    """Return a decoder, to find times and requests; None if this installation cannot decode the events."""
     try:
         return EventDecoder(Core.standard().reading(header, available_extensions()), header, lenient=True)
     except (CodecError, CoreError):

@@ -40,7 +40,7 @@ class Histories:
     of_lives: Sequence[RequestHistory]
     events: Mapping[int, NamedEvent]
     names: Mapping[int, str]
-    """Ordinal → request id, at least for the requests that got blocks when this request was preempted."""
+    """Ordinal → request id, at least for requests that got blocks in a step to which the histories refer."""
 
     def time_ns(self, sequence: int) -> int | None:
         """Return the time of an event; None if no history refers to the event."""

@@ -37,7 +37,8 @@ INDEX_FROM_BYTES = 32 << 20
 class Span:
     """The first and the last sequence number that an event of one life can have.
 
-    A life that has not ended extends to the end of the log, because most steps do not name the requests that they run.
+    If the request has not finished, the last number is that of the log's last event in the index, because most steps do
+    not name the requests that they run.
     """
 
     ordinal: int
@@ -75,14 +76,14 @@ class LogIndex:
         self._connection.close()
 
     def has_ended(self, part: str) -> bool:
-        """Whether there are requests whose ids contain this text, and the index has the ends of all of them."""
+        """Whether some lives' request ids contain this text, and all of them had finished when the index was built."""
         ((num_lives, num_ended),) = self._rows(
             "SELECT count(*), sum(has_ended) FROM lives WHERE instr(request_id, ?)", part
         )
         return bool(num_lives) and bool(num_lives == num_ended)
 
     def lacks_beginning(self, part: str) -> bool:
-        """Whether some request whose id contains this text has events in the log, but its arrival was retired."""
+        """Whether a request whose id contains this text still has events in the log, but its arrival was retired."""
         ((is_any,),) = self._rows(
             "SELECT EXISTS (SELECT 1 FROM lives WHERE instr(request_id, ?) AND first_sequence < ? AND "
             "(last_sequence >= ? OR NOT has_ended))",
@@ -225,8 +226,8 @@ def index_for(log: StoredLog, output: Progress, request: str | None = None) -> L
     """Return the index of a log, and build it if necessary. Return None if the caller must read the log instead.
 
     None means that the log is small or has no usable index. While a log is being written, its index is always older
-    than the log. For a question about one `request` (an id or a part of an id), an older index is enough if it has the
-    end of every request whose id contains this text.
+    than the log. For a question about one `request` (an id or a part of an id), an older index is enough if
+    every request whose id contains this text had finished when the index was built.
     """
     if log.is_smaller_than(INDEX_FROM_BYTES) or not log.header:
         return None

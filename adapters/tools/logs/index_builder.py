@@ -1,7 +1,7 @@
 """Writes the index of a log, or continues an earlier index with the events that were appended to the log since.
 
-An earlier index is continued only if no event is missing and the next frame continues the chain at the index's chain
-hash. Otherwise the log is read from its beginning. This module must not answer questions about a log.
+An earlier index is continued only if no event is missing, and if the chain hash of the next frame follows from the
+chain hash in the index. Otherwise the whole log is read. This module must not answer questions about a log.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class _Builder:
         self._connection.execute("INSERT INTO log VALUES (?)", (msgspec.msgpack.encode(self._contents(extent)),))
 
     def _remember(self) -> None:
-        """Store the reader's state. Call this before the reader's `finish`, which ends the open requests."""
+        """Store the reader's state. Call this before the reader's `finish`, which treats open requests as over."""
         self._memory.reader = self._reader.capture(self._log.core.fingerprint())
         self._connection.execute("INSERT INTO memory VALUES (?)", (packed(self._memory),))
 

@@ -158,11 +158,11 @@ class IndexMemory(msgspec.Struct, forbid_unknown_fields=True):
     """State of the reader, with its open requests, totals and reasons; see `Reader.capture`."""
     num_batches: int = 0
     time_ns: int = 0
-    """Latest time of an event before the last place at which reading can begin."""
+    """Latest time of an event before the last of the places at which reading can begin."""
 
 
 def folded_by(log: StoredLog) -> str:
-    """Return hashes of the code that reads and indexes the log, and whether snapshots of other code are trusted."""
+    """Return what an index depends on: hashes of the code that reads and indexes the log, and `trusts_snapshots`."""
     code = [hash_of_reader(), *map(hash_of_package, (__name__, reasons.__name__)), hash_of_module(figures.__name__)]
     return f"{dict(log.core.code)} {' '.join(code)}{' and others' * log.trusts_snapshots}"
 

@@ -122,11 +122,14 @@ class StoredLog:
     """Key → value; empty if no copy of the header is intact. Events are then decoded in the format of this version."""
     _configuration: LedgerConfiguration | None
     trusts_snapshots: bool = attrs.field(default=False, kw_only=True)
-    """Whether snapshots can be used although other code than this made them."""
+    """Whether snapshots that other code made can be used."""
     damage: list[Damage] = attrs.field(factory=list, init=False)
-    """Damage that the event store reports, and damage of three more kinds: `lost_events` (the log records that the
-    writer could not write events), `undecodable` (an intact frame that does not match the header, or a payload that its
-    extension cannot decode), `miscounted` (the number of events in a frame differs from the number that it states)."""
+    """Damage that the event store reports, and three more kinds of damage.
+
+    - `lost_events`: the log records that its writer could not write some events.
+    - `undecodable`: an intact frame does not match the header, or an extension cannot decode the payload of its event.
+    - `miscounted`: a frame does not contain as many events as it declares.
+    """
     num_bytes: int = attrs.field(default=0, init=False)
     num_frames: int = attrs.field(default=0, init=False)
     num_events: int = attrs.field(default=0, init=False)
@@ -156,8 +159,8 @@ class StoredLog:
 
         If the oldest segments were retired, the state comes from the earliest usable snapshot. A usable snapshot
         belongs to this log and has the present format of the state. Unless `trusts_snapshots` is true, the snapshot
-        must also have been made by this code. While batches are read after this call, `is_trusted` says whether the
-        last batch can be folded.
+        must also have been made by this code. After this call, `is_trusted` says for each batch that is read
+        whether it can be folded.
 
         Args:
             newest: use the newest usable snapshot, even if the log has its beginning.
@@ -237,7 +240,7 @@ class StoredLog:
 
     @property
     def other_code_remarks(self) -> list[str]:
-        """A remark if other code than this wrote the log, because a replay may then decide differently; else empty."""
+        """One remark if other code wrote the log, because this code may decide differently in a replay; else empty."""
         other = self.core.other_code(self.header) if self.header else ""
         return [f"the log was written by other code ({other}), which can cause divergences"] if other else []
 
@@ -299,7 +302,7 @@ class StoredLog:
         return last.name > segment or num_written_bytes(last) > offset
 
     def total_bytes(self) -> int:
-        """Return the size of the log's present segments, in bytes before compression. A complete reading reads them."""
+        """Return how many bytes a complete reading reads: the size of the present segments before compression."""
         return sum(map(num_written_bytes, self.files()))
 
     def is_smaller_than(self, num_bytes: int) -> bool:
@@ -335,22 +338,22 @@ class StoredLog:
                 return
 
     def batches_behind(self, sequence: int, head_hash: str = "") -> Iterator[Batch]:
-        """Yield the batches after event `sequence`, to continue an earlier reading that missed no event.
+        """Yield the batches after event `sequence`. The reading up to that event must have missed no event.
 
-        The counters of this log then count only these batches.
+        The counters of this log then count only the batches that are yielded.
 
         Args:
-            sequence: the last event of the earlier reading. It must be the last event of its frame.
-            head_hash: chain hash (hex) of that frame. The chain hash of the next frame must follow from it. Empty: not
-                checked. Leave it empty if the next frame begins a segment whose header was compared before.
+            sequence: the last event of an earlier reading. It must be the last event of its frame.
+            head_hash: chain hash (hex) of that frame. The chain hash of the next frame must follow from it. Empty: this
+                is not checked. It need not be checked at the start of a segment whose header was compared before.
 
         Raises:
-            LogError: the next frame does not continue the chain at `head_hash`.
+            LogError: the chain hash of the next frame does not follow from `head_hash`.
         """
         return self._intact(after=sequence, head_hash=head_hash)
 
     def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
-        """Yield the batches from a place that an earlier reading returned. Skip unreadable frames without a report."""
+        """Yield the batches from a place that an earlier reading returned. Skip unreadable frames; record no damage."""
         for frame, name, at in frames_from(self.path, segment, offset):
             if frame.kind is FrameKind.EVENTS:
                 try:
@@ -435,7 +438,7 @@ class StoredLog:
             self.damage.append(Damage("chain_broken", place.name, offset, sequence, detail, 0))
 
     def _check_payloads(self, frame: Frame, decoded: DecodedFrame) -> None:
-        """Report as damage each event that its installed extension cannot decode. The frame is still yielded."""
+        """Record damage for each event that its installed extension cannot decode. The event is yielded anyway."""
         if not self.core.extensions:
             return
         for sequence, event in decoded.numbered(frame.first_sequence):
@@ -486,8 +489,8 @@ def open_log(
     that other code computed are used if the log has lost its beginning.
 
     Raises:
-        CommandFailed: the log cannot be read, is no kvledger log, was written by a newer version, or is a symbolic
-            link, which `find_logs` resolves.
+        CommandFailed: the log cannot be read, is no kvledger log, or was written by a newer version. Or `path` is a
+            symbolic link; `find_logs` follows a link only if the link is its argument.
     """
     core = core or Core.standard()
     try:
@@ -530,8 +533,8 @@ def _without_header(path: Path, core: Core, reader: LogReader, *, lenient: bool)
             return StoredLog(path, core, {}, None, decoder=decoder, reader=reader)
     found = "; ".join(damage.detail for damage in reader.damage) or "it is empty"
     message = (
-        f"{path}: no segment has a readable header, so its events cannot be decoded: {found}; {why}. Give a log, or a "
-        "copy of this log from before the damage"
+        f"{path}: no segment has a readable header, so its events cannot be decoded: {found}; {why}. Give another "
+        "log, or a copy of this log from before the damage"
     )
     raise CommandFailed(message, ExitCode.DAMAGED)
 

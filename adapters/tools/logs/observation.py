@@ -43,11 +43,11 @@ class ObservationVisitor(Visitor[Model]):
         """Handle an observation. The model has already folded the observation and its decisions."""
 
     def visits(self) -> Visits:
-        """Return a visit for every event."""
+        """Return which method to call for which events: `_gather` for all."""
         return [(event_class, self._gather) for event_class in e.STANDARD_EVENTS.values()]
 
     def ended(self, life: Life) -> None:
-        """Keep the life until its last observation was handled."""
+        """Keep the life until `observed` has handled this observation."""
         self._over[life.request_id] = life
 
     def decided(self) -> None:
@@ -67,7 +67,7 @@ class ObservationVisitor(Visitor[Model]):
         yield from self._over
 
     def paths(self, request_id: str) -> tuple[str | None, str | None]:
-        """Return a request's state with sub-state before and after the observation; None where the id has no life."""
+        """Return a request's states, with sub-states, before and after the observation; None if it had no life then."""
         life, lives = self.life_of(request_id), self.model.lives
         if life is None:
             return None, None

@@ -68,7 +68,7 @@ class Overviews(Visitor[Model]):
 
     Args:
         model: the reader's model.
-        totals: totals of the same reader. The reader must call the totals before this visitor.
+        totals: totals of the same reader. The reader must pass each event to them before it calls this visitor.
     """
 
     needs = ("lives", "tables", "copies")

@@ -59,7 +59,7 @@ class Processes:
 
 
 class ProcessLost(Exception):
-    """At every try, the process of a call was killed, lacked memory, or could not be started."""
+    """A call was tried several times, and each time its process was killed, lacked memory, or could not be started."""
 
 
 class SeparateProcesses:

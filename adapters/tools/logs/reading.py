@@ -21,8 +21,8 @@ def begin_model(
     """Return the model with the state before the first event that `take_batch` will pass to a reader.
 
     If the oldest segments of the log were retired, the model has the state of the first usable snapshot. Without a
-    usable snapshot, reading begins as if after a gap. Call this function before you read batches: it sets
-    `log.start_sequence`.
+    usable snapshot, the model is empty, and the retired events count as a gap. Call this function before you read
+    batches: it sets `log.start_sequence`.
 
     Args:
         log: the opened log.
@@ -68,7 +68,7 @@ def begin_accounts(
 
 
 def take_batch(reader: Reader, log: StoredLog, batch: Batch) -> None:
-    """Pass the batch that was just read, and the gap before it, to a reader. Omit events that the snapshot contains."""
+    """Pass the gap before a batch, and the batch, to a reader. Skip each of them if its events are in the snapshot."""
     gap = batch.gap
     if gap is not None and not gap.is_in_snapshot:
         reader.lost(gap.first_sequence, gap.last_sequence)

@@ -1,6 +1,6 @@
-"""Verifies a log in another process, while this process reads the log for something else.
+"""Verifies a log in another process, while this process reads the log for another purpose.
 
-This module must not know what the other reading is for.
+This module must not know that purpose.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OpenLog = Callable[[Path], StoredLog]
 
 @attrs.frozen
 class RemoteVerification:
-    """A verification that another process makes. It has the methods of `Verification`."""
+    """A verification that another process makes. Use `take` and `findings` as for a `Verification`."""
 
     _log: StoredLog
     _selection: Selection
@@ -38,8 +38,8 @@ class RemoteVerification:
     def findings(self) -> Findings:
         """Wait for the other process, and return all findings. Call this after the log was read.
 
-        If that process was killed, or if the log lost its oldest segments before that process opened it, the log is
-        verified in this process.
+        If the other process was killed, this process verifies the log. It also does so if the oldest segments were
+        retired before the other process opened the log.
         """
         log = self._log
         try:
@@ -55,9 +55,9 @@ class RemoteVerification:
 def begin_verification(
     log: StoredLog, selection: Selection, end: Place, others: SeparateProcesses, open_log: OpenLog
 ) -> Verification | RemoteVerification:
-    """Begin to verify a log up to `end`: a large log in one of the processes `others`, a small log in this process.
+    """Begin to verify a log up to `end`. One of the processes `others` verifies a large log, this process a small log.
 
-    Pass every batch to `take` of the result, and call `findings` at last.
+    Pass every batch to the result's method `take`. After the last batch, call `findings`.
     """
     if log.is_smaller_than(MIN_BYTES):
         return Verification(log, selection)

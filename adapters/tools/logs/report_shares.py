@@ -1,6 +1,6 @@
 """The share of each copy in a report about several copies.
 
-The shares add up to the bytes and the time that `kvledger stats` counts for the report.
+All shares together are the bytes and the time that `kvledger stats` counts for the report.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Requests(Visitor[Model]):
         self._on_end = on_end
 
     def visits(self) -> Visits:
-        """Return visits for events that name a request, and for reports."""
+        """Return which methods to call for events that name a request, and for reports."""
         naming = [each for each in e.STANDARD_EVENTS.values() if "request_id" in e.field_names(each)]
         return [
             (e.RequestArrived, self._arrived),

@@ -34,7 +34,7 @@ class Selection:
         return self.last_sequence is not None and sequence > self.last_sequence
 
     def holds_request(self, request_id: str) -> bool:
-        """Whether a finding about this request id is selected. A finding about no request (empty id) always is."""
+        """Whether findings about this request id are selected. Findings about no request (empty id) always are."""
         return self.request_id is None or not request_id or request_id == self.request_id
 
     def concerns(self, sequence: int, request_id: str) -> bool:

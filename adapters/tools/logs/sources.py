@@ -185,9 +185,8 @@ def workers_of(scheduler: Path) -> dict[int, Path]:
 def started_with(start: EngineStart, starts: Sequence[EngineStart]) -> list[EngineStart]:
     """Return the other engine starts that belong to the same start of the server.
 
-    A server has several engine starts if it uses data parallelism, or a connector with several children. All of them
-    have the same vLLM engine id, except for the end `_dpN`, which distinguishes engines with data parallelism (vLLM
-    0.32: `vllm/v1/engine/core.py`).
+    A server has several engine starts if it uses data parallelism, or a connector that wraps several connectors. Their
+    vLLM engine ids are equal, except that data parallelism adds a suffix `_dpN` (vLLM 0.32: `vllm/v1/engine/core.py`).
     """
     if not start.engine_id:
         return []
@@ -205,7 +204,7 @@ def started_with(start: EngineStart, starts: Sequence[EngineStart]) -> list[Engi
 
 
 def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
-    """Return the log to read for a command that reads one log: the main log of the only engine start in `logs`.
+    """Return the main log of the only engine start in `logs`, for a command that reads one log.
 
     `asked` is the LOG argument of the command.
 
@@ -228,8 +227,8 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
 def _assigned(schedulers: Iterable[_Log], workers: Iterable[_Log]) -> Iterator[tuple[_Log, list[_Log]]]:
     """Yield each scheduler's log with the logs of its workers: at most one per rank, and no log twice.
 
-    A worker's log has the same engine id and connector as its scheduler's log. Logs of other starts can have the same
-    ones, because an engine id that the configuration sets stays the same after a restart. A worker's log belongs to the
+    A worker's log has the same engine id and connector as its scheduler's log. This does not identify the start,
+    because an engine id that the configuration sets stays the same after a restart. A worker's log belongs to the
     scheduler's log that the same process wrote. If there is none, it belongs to the scheduler's log that was opened
     next after the worker's log, or else to the last scheduler's log opened before the worker's log.
     """
@@ -261,7 +260,7 @@ def _order(log: _Log) -> tuple[int, str]:
 
 
 def _may_be_log(path: Path) -> bool:
-    """Whether a directory is a log, was a log whose segments are gone, or cannot be read. Opening it shows which."""
+    """Whether a directory is a log, was a log whose segments are gone, or cannot be read and may therefore be a log."""
     try:
         return bool(segment_paths(path) or traces_of_log(path))
     except FileNotFoundError:

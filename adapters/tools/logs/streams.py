@@ -43,17 +43,17 @@ class StreamUrl:
 
 
 def log_argument(text: str) -> Path | StreamUrl:
-    """Return a LOG argument as a path, or as a URL if it is one. As a path, a URL would lose a slash."""
+    """Return a LOG argument as a URL if it is one, else as a path. `Path` would remove a slash of a URL."""
     return StreamUrl(text) if _URL.match(text) else Path(text)
 
 
 def was_stream(path: Path) -> bool:
-    """Whether a path was made from a stream's URL. `Path` drops a slash of the URL."""
+    """Whether a path was made from a stream's URL. `Path` keeps only one slash of `nats://`."""
     return str(path).startswith(tuple(scheme[:-1] for scheme in _SCHEMES))
 
 
 def shown_log(log: Path | StreamUrl | str) -> str:
-    """Return a LOG argument as text for messages. If it is not a file, credentials in an address are removed."""
+    """Return a LOG argument as text for messages. Credentials are removed unless it is the path of an existing file."""
     if isinstance(log, StreamUrl) or os.path.lexists(log):
         return str(log)
     return without_credentials(str(log), is_address=True)

@@ -122,7 +122,7 @@ class Timelines(ObservationVisitor):
     def lost(self, first_sequence: int, last_sequence: int) -> None:
         """Add a group about missing events to each request that is alive.
 
-        A request id without a life gets this group before its first group.
+        If a request id has no life and no groups yet, this group is added before its first group.
         """
         now_ns, text = self.moment.time_ns, str(Gap(first_sequence, last_sequence))
         self.state.lost = Group("lost", first_sequence, last_sequence, now_ns, now_ns, None, None, None, [text])

@@ -18,16 +18,16 @@ _SAY_ALL = tuple(event_class for event_class in ADDS if event_class not in _NEED
 
 
 class LogTotals(Visitor[Model]):
-    """Adds each event to the totals. For some events, it needs the request, answer or copy that the model knows.
+    """Adds each event to the totals. For some events, it looks up the request, answer or copy in the model.
 
-    An observation that the request's state refuses is not counted.
+    An observation is not counted if the request's state does not allow it.
 
     Args:
         model: the reader's model.
         state: the totals so far; default: zero.
         is_complete: False if `state` lacks events before the first event that is read.
-        on_took: called with each duration that is added to the totals, and with a request id. The duration of a
-            recovery comes with the id of the recovered request, the duration of a report with an empty id.
+        on_took: called with each duration that is added to the totals, and with a request id. This is the id of the
+            recovered request if the duration is that of a recovery, and empty if it is that of a report.
     """
 
     needs = ("lives", "copies", "answers")
@@ -97,7 +97,7 @@ class LogTotals(Visitor[Model]):
                 self._tell(add_row(self.state, event, row, life, claimed), life.request_id)
 
     def _claimed(self, request_id: str) -> e.LookupAnswered | None:
-        """Return the answer that the request's last allocation claimed."""
+        """Return the answer that vLLM claimed when it last allocated blocks for the request."""
         allocation = self.model.answers.allocation(request_id)
         return None if allocation is None or allocation.answer is None else allocation.answer.event
 

@@ -1,4 +1,4 @@
-"""Finds the call that is in progress at the end of a log. Extensions recognize it in their events.
+"""Finds the call that is in progress at the end of a log. Extensions say at which event a call begins or ends.
 
 This module must not name any event type.
 """

@@ -36,8 +36,9 @@ _HEADER_LOST = (
 class Verification:
     """Checks rules and decisions on a log, and reports what is wrong in the selected part.
 
-    Checking begins at the log's first event or first usable snapshot, and ends at the first gap. Create a verification
-    before the log is read, and pass every batch up to the end of the selection to `take`.
+    Checking begins at the log's first event or, if the oldest segments were retired, at the first usable snapshot. It
+    ends at the first gap. Create a verification before the log is read. Pass every batch of the selection, and every
+    batch before it, to `take`.
     """
 
     def __init__(self, log: StoredLog, selection: Selection) -> None:
@@ -113,7 +114,7 @@ class Outcome:
     calls: WorkerCalls | None
     """What the worker was doing at the end of its log; None: a scheduler wrote the log."""
     is_present: bool
-    """Whether the selected request lived in the selected part. True if no request is selected."""
+    """Whether the selected request was alive in the selected part. True if no request is selected."""
 
 
 @attrs.frozen
@@ -169,7 +170,7 @@ class Findings:
 
     @classmethod
     def of(cls, log: StoredLog, selection: Selection, outcome: Outcome) -> Findings:
-        """Return the findings of a log that was read, and that was verified up to the same end with this outcome."""
+        """Return the findings of a log that was read. `outcome`: of its verification, up to the same event."""
         judgement, end_state, of_extensions = outcome.judgement, outcome.end_state, outcome.of_extensions
         unfoldable = judgement.unfoldable
         last_foldable = None if unfoldable is None else unfoldable.sequence - 1
@@ -349,7 +350,7 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
 
 
 def _not_judged(log: StoredLog, judgement: Judgement, num_events: int, named: Collection[str]) -> Iterator[str]:
-    """Yield remarks on what could not be judged because of extensions. Rules in `named` already have a remark."""
+    """Yield remarks on what could not be judged because of extensions. A rule in `named` already has a remark."""
     for extension in log.core.absent:
         yield _absence(extension, judgement, num_events)
     for rule, reason in judgement.not_judged.items():
@@ -364,7 +365,7 @@ def _absence(extension: Extension, judgement: Judgement, num_events: int) -> str
     return (
         f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
         f"installed here. Its sub-states were taken from the table in the header, and {plural(num_events, 'event')} of "
-        f"extensions {'was' if num_events == 1 else 'were'} accepted{rules}. It may have "
-        f"influenced the decisions on {plural(judgement.num_unjudged, 'observation')}, which were not repeated. "
-        "Install it, or name it with --extensions"
+        f"extensions {'was' if num_events == 1 else 'were'} accepted{rules}. The "
+        f"decisions on {plural(judgement.num_unjudged, 'observation')} were not repeated, because the extension may "
+        "have influenced them. Install it, or name it with --extensions"
     )

@@ -77,7 +77,7 @@ def logs_of_workers(log: StoredLog) -> dict[int, Path]:
 
 
 def troubles_of_workers(log: StoredLog) -> dict[int, str]:
-    """Return rank → hook in which this worker failed or which did not return, and the name of the worker's log."""
+    """Return rank → what went wrong in this worker, and the name of its log. Workers without trouble are left out."""
     troubles = {}
     for rank, path in logs_of_workers(log).items():
         trouble = _trouble_in(path)

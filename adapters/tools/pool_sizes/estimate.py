@@ -34,8 +34,8 @@ class Estimate:
     sizes: tuple[PoolSize, ...] = ()
     """Pool sizes in ascending order; empty if there is no estimate."""
     num_tokens_asked: int = 0
-    """Tokens that admitted requests needed, that vLLM did not have, and that an infinite pool with all chunks from
-    the beginning would have loaded."""
+    """Tokens of admitted requests that vLLM's prefix cache did not have, but that an infinite pool would have loaded.
+    This pool contains all chunks from the beginning."""
     num_tokens_loaded: int = 0
     """Tokens that were really loaded."""
     one_of: int = 1

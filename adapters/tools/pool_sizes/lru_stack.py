@@ -24,7 +24,7 @@ _MIN_TREE = 1024
 
 
 class Run(NamedTuple):
-    """Consecutive keys of a prefix that were last used together."""
+    """Consecutive keys of a prefix that have the same last use."""
 
     num_above: int
     """Number of kept keys that were used later than all keys of the run."""
@@ -34,9 +34,9 @@ class Run(NamedTuple):
 class LruStack:
     """Kept keys in the order of their last use.
 
-    Every use is of a whole prefix. The prefix's keys become the youngest keys. Its first key is the youngest of all, as
-    in kvledger's pool. Keys of a prefix that were last used together are next to each other, so one number per use is
-    enough.
+    A use concerns all keys of a prefix: they become the youngest keys. The first key of the prefix is the youngest of
+    all, as in kvledger's pool. Keys with the same last use are neighbours in the order, so all of them get the same
+    number.
 
     Args:
         capacity: number of chunks in the largest pool of interest. Chunks that this pool would have evicted are

@@ -1,8 +1,8 @@
 """A visitor of the reader that estimates the tokens that pools of other sizes would have loaded.
 
 A prefix is used when its request is admitted, when a save of the prefix completes, and when the request is preempted or
-ends. Each use makes all chunks of the prefix the youngest, so no chunk is younger than the chunk before it. A pool of
-some size would therefore have the first chunks of a prefix, up to the first chunk that is too old for that size.
+finishes. Each use makes all chunks of the prefix the youngest, so no chunk is younger than the chunk before it. A pool
+of some size would therefore have the first chunks of a prefix, up to the first chunk that is too old for that size.
 
 The estimate leaves out other effects of a different pool: the order of admissions, and the contents of vLLM's prefix
 cache.
@@ -35,7 +35,7 @@ class _Sample:
     """All keys of the prompt; the list only grows."""
     mask: int
     num_seen: int = 0
-    """Number of keys of the chain that were looked at."""
+    """Number of keys in `chain` when the sample was last updated."""
     chunks: list[int] = attrs.field(factory=list)
     keys: list[bytes] = attrs.field(factory=list)
 
@@ -152,7 +152,7 @@ class PoolSizes(Visitor[Model]):
                 self._num_found[place] += weight * ((num_held - first) * size - missing)
 
     def _end_of_load(self, life: Life, answer: e.LookupAnswered) -> int:
-        """Return the token at which a load would end if the pool had all chunks; 0 if nothing would be loaded."""
+        """Return the number of tokens up to which a pool with all chunks would load; 0 if it would load nothing."""
         configuration = self._configuration
         if answer.miss_reason in _NOT_ASKED or answer.num_computed_tokens % configuration.block_size:
             return 0
@@ -220,7 +220,7 @@ class PoolSizes(Visitor[Model]):
         return self._grown(sample)
 
     def _grown(self, sample: _Sample) -> _Sample:
-        """Add newly observed keys to a sample, remove keys that the present mask leaves out, and return the sample."""
+        """Add newly observed keys to a sample, remove keys that `LruStack` no longer samples, and return the sample."""
         stack, chain = self._stack, sample.chain
         if sample.mask != stack.mask:
             kept = stack.kept_places(sample.keys)
@@ -236,7 +236,7 @@ class PoolSizes(Visitor[Model]):
 
 
 def _num_held(runs: Iterable[tuple[int, int]], capacity: int) -> int:
-    """Return how many keys at the beginning of these runs a pool with room for `capacity` kept keys would have."""
+    """Return how many of the first keys of these runs would be in a pool with room for `capacity` sampled keys."""
     num_held = 0
     for num_above, num_keys in runs:
         num_fitting = min(num_keys, capacity - num_above)

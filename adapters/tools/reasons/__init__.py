@@ -1,7 +1,7 @@
 """Gives every missed and every recomputed token exactly one reason. The token counts add up to the log's totals.
 
-A visitor of the reader counts the tokens without using the totals, so that tests can compare both counts. The visitor
-reads no clock and does no I/O. `docs/reasons.md` defines what is counted.
+`Accounts` counts the tokens without using these totals, so that tests can compare both counts. `Accounts` reads no
+clock and does no I/O. `docs/reasons.md` defines what is counted.
 """
 
 from kvledger.adapters.tools.reasons.accounts import Accounts

@@ -1,7 +1,8 @@
-"""A visitor of the reader that gives every missed and every recomputed token its reason.
+"""The class `Accounts`, which gives every missed and every recomputed token its reason.
 
-The visitor keeps an account for each life: which tokens the life was offered, got, and had to compute. An account
-depends only on events of its own request, on events about the same chunks, and on events about all requests.
+The reader calls this class with each event. The class keeps an account for each life: which tokens the life was
+offered, got, and had to compute. An account depends only on events of its own request, on events about the same chunks,
+and on events about all requests.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Accounts(Visitor[Model]):
         self._memory.use(self.state)
 
     def visits(self) -> Visits:
-        """Return the visits of all parts."""
+        """Return (event class, method to call) for each event class that a part gets."""
         return [(kind, visit) for part in self._parts for kind, visit in marked(part) if issubclass(kind, e.Event)]
 
     def sums(self) -> Sums:
@@ -84,7 +85,7 @@ class Accounts(Visitor[Model]):
         return [self._history(life, account) for life, account in self._memory.lives()]
 
     def lost(self, _first_sequence: int, _last_sequence: int) -> None:
-        """Forget the chunks and count pending offers as lost, because the missing events may have changed both."""
+        """Forget the chunks, and count offers that are pending as lost. The missing events may have changed both."""
         self._memory.chunks.forget()
         self.state.recorded.forget()
         self.state.is_blind = True

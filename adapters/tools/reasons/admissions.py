@@ -29,7 +29,7 @@ class Admissions:
         self._explainer = explainer
 
     def undecided(self, of: tuple[Life, Account] | None = None) -> Sums:
-        """Return the token counts of pending offers and unfinished loads, for one life or for all lives."""
+        """Return the token counts of pending offers and of loads that are not settled, of one life or of all lives."""
         state, sums = self._memory.state, Sums()
         for account in state.accounts.values() if of is None else (of[1],):
             if account.answer is not None:
@@ -48,7 +48,7 @@ class Admissions:
     def note_not_loaded(account: Account, admission: Admission, load: Load, evidence: tuple[int, ...]) -> None:
         """Record that `load` loaded no token.
 
-        If `admission` is the present one and this is its first failure, also record the tokens as never computed.
+        Also record the tokens as never computed, if `admission` is the present one and had no other unloaded tokens.
         """
         first, end = load.first_token, load.first_token + load.num_tokens
         if not admission.not_loaded and admission is account.admission:
@@ -56,14 +56,14 @@ class Admissions:
         admission.not_loaded = _claimed(admission, Span(first, end, Reason.LOAD_FAILED, evidence))
 
     def leave(self, account: Account, fate: OfferFate = OfferFate.WITHDRAWN) -> None:
-        """Close the present admission. Count tokens that are offered, but not claimed, under `fate`."""
+        """Close the present admission. `fate` is the fate of tokens that are still offered, but not claimed."""
         self._settle_answer(account, fate)
         self.give_up_undelivered(account)
         account.admission, account.is_computing = None, False
         account.allocated_without_answer = 0
 
     def end(self, life: Life) -> None:
-        """Separate a life that has ended from its loads in flight. Only the log's sums count these loads later."""
+        """Detach an ended life from its loads in flight. Their outcome counts only in the sums of the whole log."""
         for load in self._loads_of(life):
             load.ordinal = NEVER
 
@@ -130,7 +130,7 @@ class Admissions:
         history.keep(history.lookups, lookup)
 
     def _awaited(self, life: Life, event: e.LookupDeferred) -> SharedLoad | None:
-        """Return the load for which a lookup is deferred, if the load has tokens of this lookup; otherwise None.
+        """Return the load because of which a lookup was deferred; None: the job is a save or loads other tokens.
 
         In a model with windows, a lookup also waits for loads of other tokens, because only one load runs at a time.
         """
@@ -174,7 +174,7 @@ class Admissions:
         self._admit(life, account, sequence, answer.sequence, num_retained, num_claimed, joined((left, *spans)))
 
     def admit_without_answer(self, life: Life, account: Account, first_token: int, num_tokens: int) -> Admission:
-        """Admit a request that a step starts although the log has no lookup of the request."""
+        """Begin an admission for a request that a step starts, although the log has no lookup of the request."""
         reason = Reason.NO_LOOKUP
         if self._memory.state.is_blind:
             reason = Reason.UNKNOWN
@@ -221,7 +221,8 @@ class Admissions:
     def _date(self, admission: Admission, life: Life, account: Account) -> None:
         """Count the admission's tokens that were computed before the last reset of only vLLM's prefix cache.
 
-        These tokens are claimed, or a load after the reset has brought them back into vLLM's prefix cache.
+        Claimed tokens count in `num_before_reset`. Tokens that a load brought back into vLLM's prefix cache after the
+        reset count in `num_retained_before_reset`.
         """
         size, chunks = self._chunk_size, self._memory.chunks
         if chunks.was_any_loaded_since_reset:
@@ -248,7 +249,7 @@ class Admissions:
 
     @staticmethod
     def start_late(account: Account, admission: Admission, first_token: int) -> None:
-        """If the first step begins after the claimed tokens, count the tokens between as having KV from elsewhere."""
+        """Count the tokens between the claimed tokens and the beginning of the first step as `num_elsewhere`."""
         covered = admission.num_retained + admission.num_claimed
         first_token = min(first_token, admission.num_tokens)
         if first_token <= covered:
@@ -351,7 +352,7 @@ class Admissions:
             self._prove(loaded, admission, evidence)
 
     def _settle(self, load: Load, fate: LoadFate) -> Account | None:
-        """Count the fate of a load. Return the account of the load's life, or None if the life has ended."""
+        """Count the tokens of a load under `fate`. Return the account of the load's life; None: the life has ended."""
         account = self._memory.account(self._model.lives.of(load.ordinal))
         sums = self._memory.state.ended if account is None else account.sums
         sums.to_load[fate] += load.num_tokens
@@ -364,7 +365,7 @@ class Admissions:
 
     @staticmethod
     def _prove(account: Account, admission: Admission | None, evidence: tuple[int, ...]) -> None:
-        """Use the reported failure as proof for tokens that the scheduler took back before the report."""
+        """Make the failure of a load the proof for tokens that the scheduler took back before the failure's report."""
         supposed, account.taken_back = account.taken_back, evidence
         if admission is not None:
             admission.spans = joined(
@@ -389,15 +390,15 @@ class Admissions:
 
 
 def _known(life: Life, first_token: int, end_token: int, chunk_size: int) -> range:
-    """Return the numbers of the chunks of these tokens, without chunks whose keys are unknown.
+    """Return the numbers of the chunks of these tokens, up to the last chunk whose key is known.
 
-    A log may count far more tokens than it has keys for.
+    The token numbers in a log may be wrong and very large, so the known keys limit the result.
     """
     return range(max(0, first_token // chunk_size), min(-(-end_token // chunk_size), len(life.keys)))
 
 
 def _claimed(admission: Admission, span: Span) -> _Spans:
-    """Return the admission's claimed tokens that were not loaded, including the tokens of `span`."""
+    """Return `admission.not_loaded`, plus the tokens of `span` that the admission claimed."""
     first, end = admission.num_retained, admission.num_retained + admission.num_claimed
     clipped = attrs.evolve(span, first_token=max(first, span.first_token), end_token=min(end, span.end_token))
     return replaced(admission.not_loaded, clipped) if clipped.num_tokens > 0 else admission.not_loaded

@@ -25,7 +25,7 @@ class ChunkEvents:
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
-        """Forget the keys of chunks that the request did not compute."""
+        """Forget keys of the finished request if it did not compute their chunks."""
         life = self._moment.life
         if life is not None:
             beyond = life.keys[max(0, num_intact_tokens(event)) // self._chunk_size :]

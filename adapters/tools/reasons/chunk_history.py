@@ -1,7 +1,7 @@
 """The latest fact about each chunk key (known, being saved, saved, evicted, …), and earlier facts about the key.
 
-Memory is limited by the slots of the pool, and by `MAX_GONE` for chunks that are gone and for chunks of a recorded
-connector. This module must not depend on lookups.
+The slots of the pool limit the number of saved chunks. `MAX_GONE` limits the number of chunks that are gone, and of
+chunks of a recorded connector. This module must not depend on lookups.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
     status: ChunkStatus
     sequence: int
     request_id: str = ""
-    """Request that had the key first, saved the chunk or got the offer. For an eviction, the request that needed the
-    slots."""
+    """Request that had the key first, whose save the fact is about, or that was offered the chunk. For an eviction, the
+    request that needed the slots."""
     ordinal: int = -1
     """Ordinal of the request's life; -1: not known."""
     job_id: int = 0
@@ -58,7 +58,7 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self if earlier is self.earlier else msgspec.structs.replace(self, earlier=earlier)
 
     def settled(self, status: ChunkStatus, sequence: int, cause: int, detail: str = "") -> ChunkFact:
-        """Return the fact that replaces this fact when its save has completed or failed."""
+        """Return the fact that replaces this fact when the save of the chunk has completed or failed."""
         earlier = None if status is ChunkStatus.SAVED else self.earlier
         return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
 
@@ -77,11 +77,11 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     has_forgotten: bool = False
     """Whether facts were dropped, for lack of room, after the last gap in the log."""
     before_reset: dict[bytes, int] = {}
-    """Key of a chunk that was in the pool or being saved when vLLM last reset only its own prefix cache → sequence
-    number of this reset."""
+    """Key of a chunk → sequence number of the last reset of only vLLM's own prefix cache. Contains the chunks that were
+    saved, or being saved, at this reset."""
     loaded_since: dict[bytes, int] = {}
-    """Key of a chunk in `before_reset` that was loaded after the reset, so that vLLM's prefix cache may have it →
-    sequence number of the reset."""
+    """Key of a chunk → sequence number of the same reset. Contains the chunks of `before_reset` that were loaded later,
+    so that vLLM's prefix cache may have them."""
 
 
 class ChunkHistory:
@@ -102,7 +102,7 @@ class ChunkHistory:
                 self._put(key, ChunkFact(ChunkStatus.KNOWN, sequence, request_id, ordinal))
 
     def forget_known(self, keys: Iterable[bytes], request_id: str) -> None:
-        """Forget keys of a request that ended before it computed the chunks with these keys."""
+        """Forget keys that this request had first. It finished before it computed the chunks with these keys."""
         for key in keys:
             fact = self._state.gone.get(key)
             if fact is not None and fact.status is ChunkStatus.KNOWN and fact.request_id == request_id:
@@ -111,7 +111,7 @@ class ChunkHistory:
     def known_again(self, keys: Iterable[bytes], since: int, sequence: int, life: Life) -> None:
         """Record that a life has computed these chunks.
 
-        This replaces facts about unsaved chunks if the facts are older than the event `since`.
+        This replaces only facts with the status `KNOWN` that are older than the event `since`.
         """
         for key in keys:
             fact = self._state.gone.get(key)
@@ -211,7 +211,7 @@ class ChunkHistory:
     def has_forgotten(self) -> bool:
         """Whether facts were dropped, for lack of room, after the last gap in the log.
 
-        Without the gap, facts from before the gap would have been dropped first.
+        If so, a fact from before the gap would have been dropped, too, because the oldest facts are dropped first.
         """
         return self._state.has_forgotten
 
@@ -239,7 +239,7 @@ class ChunkHistory:
 
 
 def _request_history(before: ChunkFact | None) -> ChunkFact | None:
-    """Return the facts to keep when a chunk is saved again: its earlier save, and how the chunk left the pool."""
+    """Return the latest fact that says that the chunk was saved, evicted, tainted or reset; None: no such fact."""
     if before is None or before.status in _STORY:
         return before
     return before.earlier

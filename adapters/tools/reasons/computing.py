@@ -113,7 +113,7 @@ class Computing:
 
 
 def _explain_early_start(admission: Admission, sequence: int, first_token: int) -> None:
-    """Give reason `UNKNOWN` to retained and claimed tokens that the first step computes, if no span explains them."""
+    """Give reason `UNKNOWN` to cached or claimed tokens that the first step computes, if no span begins among them."""
     covered = admission.num_retained + admission.num_claimed
     if first_token < covered and not any(span.first_token <= first_token < covered for span in admission.spans):
         admission.spans = replaced(admission.spans, Span(first_token, covered, Reason.UNKNOWN, (sequence,)))

@@ -178,7 +178,7 @@ class _AfterHit:
         return span
 
     def _is_history_lost(self, fact: ChunkFact | None) -> bool:
-        """Whether the missing events may be about this chunk, because no other event says what happened to it."""
+        """Whether a missing event may be about this chunk. False if `fact` says what happened to the chunk."""
         memory = self.explainer.memory
         is_known = fact is not None and fact.status is not ChunkStatus.KNOWN
         return not is_known and memory.state.is_blind and not memory.chunks.has_forgotten
@@ -272,7 +272,7 @@ class _AfterRecordedHit(_AfterHit):
         return self.explainer.memory.state.recorded
 
     def _why(self, first_token: int, fact: ChunkFact | None, reason: Reason) -> Reason:
-        """Return the reason for a whole chunk that was computed before; `reason` if nothing better is known."""
+        """Return the reason for a whole chunk that was computed before; `reason` if the log shows no better one."""
         status = None if fact is None else fact.status
         if status in AT_REST and not self._is_whole_unit(first_token):
             return Reason.SHORT_OF_UNIT
@@ -285,7 +285,7 @@ class _AfterRecordedHit(_AfterHit):
         return Reason.RECORDED if self._state.lacks_saves else self._why_lost_here(fact)
 
     def _why_lost_here(self, fact: ChunkFact | None) -> Reason:
-        """Return the reason for a chunk that was never saved. If vLLM's own prefix cache is on, it had the chunk."""
+        """Return the reason for a chunk that was never saved. If vLLM's prefix cache is on, the chunk has left it."""
         if not self._state.has_prefix_cache:
             return Reason.NEVER_GIVEN
         known_at = self.life.preempted_at if fact is None or self._is_own(fact) else fact.sequence

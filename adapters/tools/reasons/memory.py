@@ -40,7 +40,7 @@ class Load:
     """A load in flight."""
 
     ordinal: int
-    """Ordinal of the load's life; `NEVER` if the life has ended. Then only the sums of the log count the load."""
+    """Ordinal of the load's life; `NEVER`: the life has ended. Only the sums of the whole log then count the load."""
     admission: int
     """Sequence number of the load's admission; 0: not in the log."""
     first_token: int
@@ -82,9 +82,9 @@ class Account:
     load_failed: tuple[int, ...] = ()
     """Sequence numbers of the last `load.failed` and of its cause. Empty again when a step starts the request."""
     computed_end: int = 0
-    """End of the tokens that were computed since the admission. Steps that do not list the request are left out."""
+    """The first token after those that were computed since the admission. Only steps that list the request count."""
     taken_back_from: int = 0
-    """Number of tokens that the request had computed when the scheduler took some of them back; 0: none taken back."""
+    """Number of tokens that the request had computed when the scheduler took some back; 0: none is still taken back."""
     never_computed: tuple[int, int] = (0, 0)
     """`(first, end)` of tokens that were claimed, and then neither loaded nor computed."""
     taken_back: tuple[int, ...] = ()
@@ -145,7 +145,7 @@ class Memory:
         return account
 
     def num_held_blocks(self, *, with_lost_by: Life | None = None) -> int:
-        """Return how many blocks all requests hold, plus those that `with_lost_by` has lost since the last step.
+        """Return the number of blocks that requests hold, or that `with_lost_by` has lost since the last step.
 
         0 if events are missing or a group of layers has a window.
         """

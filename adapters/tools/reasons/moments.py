@@ -1,6 +1,6 @@
-"""Adds to histories the sequence numbers of a request's events, except for lookups and steps.
+"""Adds to a request's history the sequence numbers of its main events, such as preemptions and failed copies.
 
-The step after a preemption is also added.
+Of the steps, only the first one after a preemption is added.
 """
 
 from __future__ import annotations

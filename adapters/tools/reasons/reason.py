@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Reason(enum.StrEnum):
-    """Why a token was left to compute. `meaning`: the reason in words, about several tokens."""
+    """Why a token was left to compute. `meaning` is the reason in words, in the plural, as of several tokens."""
 
     meaning: str
 

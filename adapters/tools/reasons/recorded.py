@@ -51,7 +51,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     saves: dict[str, list[Save]] = {}
     """Job → its saves."""
     awaited: list[str] = []
-    """Jobs that the workers finish before the step that vLLM is scheduling."""
+    """Jobs that the workers must complete before the step that vLLM is scheduling computes anything."""
     nameless: dict[int, dict[int, ChunkFact]] = {}
     """Ordinal of a life → number of a chunk → latest fact, for chunks that were saved before the log had their keys."""
 
@@ -198,7 +198,7 @@ class RecordedChunks:
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
-        """Record unsaved chunks of the request as computed again, if their facts are older than the last reset."""
+        """Renew facts about unsaved chunks that this request computed, if the facts are older than the last reset."""
         state, life = self._state(), self._moment.life
         if life is None or not state.reset_at or not state.is_recorder:
             return

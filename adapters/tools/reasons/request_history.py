@@ -42,7 +42,7 @@ class Lookup:
     spans: tuple[Span, ...]
     num_times: int = 1
     awaited: SharedLoad | None = None
-    """The load because of which the lookup was deferred, if it loads tokens of this lookup; otherwise None."""
+    """The load because of which the lookup was deferred; None: there is none, or it has no token of this lookup."""
     num_held: int = 0
     """Blocks that all requests held at the first lookup; 0 if unknown."""
 
@@ -71,11 +71,11 @@ class Admission:
     is_started: bool = False
     job_id: int = 0
     duplicated: SharedLoad | None = None
-    """The load that was in flight when this admission's load was issued, and shared the most tokens with it."""
+    """The load that was in flight when this admission's load was issued, and had the most tokens in common with it."""
     num_before_reset: int = 0
     """Claimed tokens that were computed before a reset of only vLLM's own prefix cache."""
     num_retained_before_reset: int = 0
-    """Tokens in vLLM's prefix cache that were computed before a reset of this cache and loaded again after it."""
+    """Tokens in vLLM's prefix cache that were computed before a reset of this cache. A load brought them back later."""
     reset_sequence: int = 0
     """Sequence number of the last reset to which `num_before_reset` and `num_retained_before_reset` refer; 0: none."""
     num_held: int = 0
@@ -89,7 +89,7 @@ class Recomputation:
     sequence: int
     spans: tuple[Span, ...]
     after_rollback: bool
-    """Whether the tokens were computed twice without a preemption in between."""
+    """Whether a rollback, and no preemption, is why the tokens were computed again."""
 
 
 @attrs.frozen
@@ -109,7 +109,7 @@ class Preemption:
 
 @attrs.define
 class RequestHistory:
-    """The history of one life. `moments`: sequence numbers of the events that happened to the request, in order."""
+    """The history of one life. `moments`: sequence numbers of the request's main events, in order."""
 
     request_id: str
     ordinal: int

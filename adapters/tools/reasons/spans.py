@@ -61,7 +61,7 @@ def within(spans: Sequence[Span], first_token: int, end_token: int) -> Iterator[
 
 
 def replaced(spans: Sequence[Span], new: Span) -> tuple[Span, ...]:
-    """Return the spans, but with `new` for all tokens in the range of `new`."""
+    """Return the spans without the tokens of `new`, and with `new` in their place."""
     before = [attrs.evolve(span, end_token=min(span.end_token, new.first_token)) for span in spans]
     after = [attrs.evolve(span, first_token=max(span.first_token, new.end_token)) for span in spans]
     return joined((*before, new, *after))

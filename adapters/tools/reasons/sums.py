@@ -1,4 +1,4 @@
-"""Sums over a log: tokens needed at admissions, offered by lookups, to be loaded, and computed again.
+"""Sums over a log: tokens that admissions needed, lookups offered, loads had to bring, or steps computed again.
 
 Each kind of tokens is counted twice, as a whole and by reason or fate. Tests compare both counts with each other and
 with the totals of the log.
@@ -56,12 +56,12 @@ class Sums:
     num_offered: int = 0
     offered: Counter[OfferFate] = attrs.field(factory=Counter)
     num_to_load: int = 0
-    """Tokens to be loaded, counted when their load is issued, or when it is clear that no load follows."""
+    """Tokens that loads had to bring, counted when the load is issued, or when it is clear that no load follows."""
     to_load: Counter[LoadFate] = attrs.field(factory=Counter)
     num_duplicated: int = 0
-    """Tokens to be loaded that another load in flight was already loading."""
+    """Tokens of loads that another load in flight was already loading."""
     duplicated: Counter[str] = attrs.field(factory=Counter)
-    """Key of a prefix's last duplicated chunk, in hexadecimal → duplicated tokens. At most `MAX_KEPT` keys per life."""
+    """Key of the last chunk in both loads (hexadecimal) → duplicated tokens. At most `MAX_KEPT` keys per life."""
     num_recomputed: int = 0
     """Tokens computed before a preemption and again after it."""
     recomputed: Counter[Reason] = attrs.field(factory=Counter)
@@ -76,7 +76,7 @@ class Sums:
         return +misses
 
     def num_missed(self) -> int:
-        """Return the number of tokens that a cache could have spared and did not."""
+        """Return the number of missed tokens, without those that no cache could have provided."""
         return sum(count for reason, count in self.misses().items() if reason not in BY_DESIGN)
 
     def add(self, other: Sums) -> None:

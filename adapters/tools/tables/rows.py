@@ -74,7 +74,7 @@ class TraceRows(Sink):
         self._rows.add("lookups", lookup, lookup.time_ns, lookup.sequence)
 
     def stepped(self, step: Step) -> None:
-        """Add the row of a step whose decisions are complete."""
+        """Add the row of a step. All decisions that the step caused have been read."""
         self._rows.add("steps", step, step.time_ns, step.sequence)
 
 
@@ -118,7 +118,7 @@ class _Reasons(Accounts):
         super().__init__(model, request_id=selection.request_id, on_end=self._add_life)
 
     def finish(self) -> None:
-        """Add the rows of the lives that have not ended, and of the tokens that belong to no life."""
+        """Add the rows of the lives that have not ended, and of loads that failed after their life had ended."""
         for history in self.histories:
             self._add_life(history)
         if self._selection.first_sequence == 1 and self._selection.request_id is None:

@@ -100,7 +100,7 @@ class ReasonRow:
 
 @attrs.frozen(kw_only=True)
 class ViolationRow:
-    """A breach of a rule, or a rule that has only breaches without rows."""
+    """A breach of a rule, or the number of breaches of a rule if none of them has a row."""
 
     sequence: int | None
     time_ns: int | None
@@ -265,16 +265,16 @@ _LOOKUPS = Table(
 )
 _COPIES = Table(
     "copies",
-    "One row per copy between the device and the host pool, in the order in which the copies ended. Copies whose "
-    "end is not in the log come last. `time` and `sequence` belong to the decision to copy.",
+    "One row per copy between the device and the host pool, in the order in which the copies were settled. "
+    "Copies that the log does not settle come last. `time` and `sequence` belong to the decision to copy.",
     (
         _int("job_id", "job id of the copy, unique in a log"),
         _text("kind", "kind of the copy: `load`, `save` or `tail save`"),
         _REQUEST_ID,
         _ORDINAL,
         _GENERATION,
-        _int("settled_ns", "time at which the copy ended; null: not in the log", "until_ns"),
-        _int("duration_ns", "time from the decision to copy until the end of the copy, or until the end of the log"),
+        _int("settled_ns", "time at which the copy was settled; null: not in the log", "until_ns"),
+        _int("duration_ns", "time from the decision to copy until the copy was settled, or until the end of the log"),
         _int(
             "worker_ns",
             "sum of the times that workers measured for the copy. Workers report the saves of a step together, so the "
@@ -283,7 +283,7 @@ _COPIES = Table(
         ),
         _text(
             "outcome",
-            "`completed`, `failed`, `given up` (a failed save whose slots a rank may still write), `open` (not ended)",
+            "`completed`, `failed`, `given up` (a failed save whose slots a rank may still write), `open` (unsettled)",
         ),
         _text("error", "why the copy failed; null: no error"),
         _int("num_pages", "number of pages of the copy"),
@@ -299,7 +299,7 @@ _COPIES = Table(
         _column(
             "is_before_forward",
             _T.BOOL,
-            "whether a save had to end before its step's forward pass, because its blocks were free already",
+            "whether a save had to complete before its step's forward pass, because its blocks were already free",
             "before_forward",
         ),
         _column("ranks_done", _T.INT64_LIST, "ranks that completed the copy"),
@@ -343,8 +343,8 @@ _EVICTIONS = Table(
 _REASONS = Table(
     "reasons",
     "Tokens by [reason](reasons.md): one row for each life, kind and reason. The sums equal those of `kvledger stats`. "
-    "`time` and `sequence` belong to the request's release; if the log lacks the release, to the last event in the "
-    "log. Tokens of loads that failed after their request was released have rows without a request.",
+    "`time` and `sequence` belong to the request's release, or to the last event in the log if the log lacks the "
+    "release. Tokens of loads that failed after their request was released have rows without a request.",
     (
         _text(
             "request_id",

@@ -36,7 +36,7 @@ class _OfLife(msgspec.Struct):
     seen: dict[_Place, tuple[int, int]] = {}
     """(rank, group, block) → (digest, sequence number of the event that has the digest), in this generation."""
     was_cut: bool = False
-    """Whether tokens of the life were replaced, so that its keys do not identify the pages that it saved before."""
+    """Whether a session's next turn may have replaced tokens. The life's keys may then not fit its earlier saves."""
 
 
 class BytesUnchanged(Checker):
@@ -48,8 +48,8 @@ class BytesUnchanged(Checker):
     Two digests of one full block of a request are equal while the request keeps its blocks. The checker names the first
     block that differs, and whether it already differed in host memory.
     Does not verify: pages without digests; partly filled blocks; pages whose save is not in the log or is more than
-    65536 pages back; pages that were saved with more than 16 different digests; pages of a save that was reported only
-    in answer to a reminder, because such a report has no digests; that the computed KV is right.
+    65536 pages back; pages that were saved with more than 16 different digests; that the computed KV is right. If a
+    save was reported only after a reminder, its pages are not verified, because the later report has no digests.
     """
 
     rule = "BYTES_UNCHANGED"

@@ -85,9 +85,10 @@ class HitPinned(Checker):
 class WaitingKept(Checker):
     """WAITING_KEPT: chunks that a preempted request will load again are not evicted.
 
+    If a save would need the slots of these chunks, kvledger declines the save instead.
+
     Verifies: from a request's preemption until it has blocks again or ends, none of its computed whole chunks is
-    evicted. This is checked if the configuration keeps such chunks (`keep_for_preempted`, decision 0009). A save that
-    would need the slots of these chunks is declined.
+    evicted. This is checked if the configuration keeps such chunks (`keep_for_preempted`, decision 0009).
     Does not verify: chunks that an answer has already promised to the request (HIT_PINNED); the order in which other
     chunks are evicted (EVICTION_ORDER); chunks that were tainted or are from before a reset.
     """
@@ -109,10 +110,10 @@ POOL_FULL = "pool_full"
 class PinBalance(Checker):
     """PIN_BALANCE: no chunk is kept for a request that will not use it.
 
-    A chunk that is kept too long breaks this rule when a save is declined for lack of the chunk's slots.
+    The rule finds a chunk that is kept too long when a save is declined that could have had the chunk's slots.
 
-    Verifies: whenever a save is declined with `pool_full`, there are too few free slots, and evicting all chunks that
-    this save may evict would not free enough slots.
+    Verifies: whenever a save is declined with `pool_full`, there are too few free slots. There would still be too few
+    if all chunks that this save may evict were evicted.
     Does not verify: chunks that are kept too long while no save is declined; models with sliding windows, in which the
     number of pages that a chunk needs depends on the windows.
     """
@@ -170,9 +171,9 @@ class EvictionOrder(Checker):
     """EVICTION_ORDER: of the chunks that may be evicted, the least recently used one is evicted first.
 
     Each use of a prefix makes its chunks the most recently used ones. The first chunk of the prompt counts as the most
-    recent of them, so a chunk is never evicted before the chunks that follow it. An answer, a preempted request or a
-    copy in flight can hold a prefix, whose chunks are then not evicted. The end of a hold counts as a use of the
-    prefix. There are three kinds of holds:
+    recent of them, so a chunk is never evicted before the chunks that follow it. A chunk of a prefix is not evicted
+    while something holds the prefix. When the hold is over, this counts as a use of the prefix. There are three kinds
+    of holds:
 
     - An answer holds the prefix that it promised, until the answer is claimed, replaced or withdrawn.
     - A preempted request holds the prefix that it waits for, until the request gets blocks or ends.
@@ -180,10 +181,9 @@ class EvictionOrder(Checker):
 
     When a request is preempted or ends, this counts as a use of all of its chunks.
 
-    Verifies: whenever a chunk is evicted, the pool has no less recently used chunk that might have been evicted
-    instead. An event evicts its chunks in the order in which it lists them. Chunks of a held prefix must not be
-    evicted. A request's save must not evict settled chunks of the same request. The rule is broken if such a settled
-    chunk is evicted, or a chunk of a prefix that a copy in flight holds.
+    Verifies: each evicted chunk is the least recently used of all chunks that the save may evict. A save may not evict
+    chunks of a held prefix, or settled chunks of its own request. The rule is broken if it evicts such a settled chunk,
+    or a chunk of a prefix that a copy in flight holds. An event evicts its chunks in the order in which it lists them.
     Does not verify: evicted chunks that were promised, waited for or read (HIT_PINNED, WAITING_KEPT, EVICT_IDLE_ONLY);
     whether so many evictions were needed; the order of uses before the audit's start. The rule is not checked if an
     extension chooses which chunks are evicted last.

@@ -43,12 +43,12 @@ class ToldAsDecided(Checker):
     - Each rank reported each unfilled block once: the blocks of its loads that failed within a step, and the blocks
       that no copy fills.
 
-    When a step is recorded or the connector shuts down, a `hooks.exchanged` has counted all events before.
+    Before each step, and before the note that the connector shut down, a `hooks.exchanged` counts all earlier events.
 
-    Does not verify: anything before the first `hooks.exchanged` that is audited (so a connector that never records this
-    event is not checked); the time between two `hooks.exchanged` if a hook failed in that time; anything after kvledger
-    declined to serve the model or the ledger became corrupt; how vLLM and the workers use the values. If a worker mixes
-    up the slots of saves that it copies together, only digests show this (BYTES_UNCHANGED).
+    Does not verify: connectors that never record `hooks.exchanged`; anything before the first `hooks.exchanged` that is
+    audited; the time between two `hooks.exchanged` if a hook failed in that time; anything after kvledger declined to
+    serve the model or the ledger became corrupt; how vLLM and the workers use the values. If a worker mixes up the
+    slots of saves that it copies together, only digests show this (BYTES_UNCHANGED).
     """
 
     rule = "TOLD_AS_DECIDED"

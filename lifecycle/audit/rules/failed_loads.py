@@ -22,8 +22,8 @@ class _Load:
     block_ids: tuple[int, ...]
     failed_at: int = 0
     reported_late_at: int = 0
-    """Sequence number of the load's failure, if vLLM learns of it only when blocks of the load are reported as not
-    filled; otherwise 0. Until that report, vLLM may schedule the request."""
+    """Sequence number of the load's failure if the load was not handed out; otherwise 0. vLLM learns of such a failure
+    only when blocks of the load are reported as not filled. Before that, vLLM may schedule the request."""
 
 
 class RollbackObserved(Checker):
@@ -32,12 +32,12 @@ class RollbackObserved(Checker):
     Verifies: at the first step after a failure:
 
     - If a load within a step failed, the load's request continues in the next step from a token before the load's end.
-      This is not checked if, after the load was issued, the request was rolled back to a token before the load's end,
-      preempted, looked up again or ended. If the load was not handed out, the first step after vLLM learns of the
-      failure is checked.
-    - If vLLM knows that a block is not filled, a request that still has the block counts only tokens before the block
-      as computed. This is checked at the first step that schedules the request, if the model has only one group of
-      layers.
+      If the load was not handed out, vLLM learns of the failure later, and the first step after that is checked. A
+      request is exempt if it was rolled back to a token before the load's end, preempted, looked up again or ended
+      after the load was issued.
+    - If vLLM was told that a block is not filled, each request that still has this block counts only tokens before the
+      block as computed. This is checked at the first step that schedules the request, if the model has only one group
+      of layers.
 
     Does not verify: asynchronous loads, because their requests have not begun to compute; loads that were given up
     because a rank did not report them; that vLLM learns of a load that was not handed out.
@@ -155,8 +155,8 @@ class FailedLoadTaint(Checker):
       another request that has blocks of the load.
 
     Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT); tails, which are dropped when their load fails;
-    blocks that other requests computed on top of an unfilled block, if these blocks are given to a request or saved
-    after the failure is known; blocks that a failure before the audit's start left unfilled.
+    blocks that a failure before the audit's start left unfilled. Another request may have computed further blocks from
+    an unfilled block. If these are given to a request, or saved, after the failure is known, this is not verified.
     """
 
     rule = "FAILED_LOAD_TAINT"

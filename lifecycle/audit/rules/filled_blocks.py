@@ -46,7 +46,7 @@ class LoadDstExclusive(Checker):
             self._check_filling(life, event.block_ids[:num_shared], is_shared=True)
 
     def _check_filling(self, life: Life, block_ids: Iterable[int], *, is_shared: bool = False) -> None:
-        """Report blocks that this life gets while a load fills them for another request that still has them."""
+        """Report blocks that this life gets while a load fills them for another request, which still has the blocks."""
         filled_by = self.copies.filled_by
         given: dict[int, int] = {}
         for block_id in block_ids:
@@ -111,14 +111,15 @@ class LoadDstExclusive(Checker):
 class LoadXorStores(Checker):
     """LOAD_XOR_STORES: a block is not saved while a load fills it.
 
-    A save that reads a block during a load might copy what the block had before the load.
+    If a save reads a block while a load fills it, the save might copy the block's old content.
 
-    Verifies: no load in flight for the save's own request, and no asynchronous load for any request, fills a block that
-    a save reads. Blocks that the save's request has just lost are checked too. A save before its step's forward may
-    read the blocks of loads that begin in the same step, because the save precedes these loads. A save that is decided
-    after a step may read the blocks of loads within that step, because the save follows these loads.
-    Does not verify: saves of other requests that share a block which is loaded within a step; loads that begin while a
-    save is in flight. Such a load does no harm if it has no block in common with the save.
+    Verifies: when a save is issued, it reads no block that one of these is filling: a load of the same request, or an
+    asynchronous load of any request. Loads whose request has just lost its blocks are checked, too. A save before its
+    step's forward may read the blocks of loads that begin in the same step, because the save precedes these loads. A
+    save that is decided after a step may read the blocks of loads within that step, because the save follows these
+    loads.
+    Does not verify: blocks that a load within a step fills for another request; loads that begin while a save is in
+    flight.
     """
 
     rule = "LOAD_XOR_STORES"

@@ -17,14 +17,14 @@ class CompletionOnce(Checker):
 
     - Each job id is issued once.
     - A report is about a job in flight, or about a save that was given up. It comes from ranks that exist and have not
-      reported the job before. If the workers were asked to report again, the job may already be settled, and the ranks
-      may already have reported it. A load that was given up counts as settled, because its blocks may already belong to
-      another request.
+      reported the job before. If the workers were asked to report a job again, the report may also be about a settled
+      job, and may come from ranks that have reported it before. A load that was given up counts as settled, because its
+      blocks may already belong to another request.
     - `load.completed` and `load.failed` settle a load in flight. `save.completed` and `save.failed` settle a save in
       flight.
-    - No other connector of a `MultiConnector` reports an end that vLLM must not get (`end.refused`), or reports a block
-      as not filled while an asynchronous load of kvledger fills that block. kvledger's own workers never report blocks
-      of asynchronous loads.
+    - No other connector of a `MultiConnector` reports an end that vLLM must not get (`end.refused`). While an
+      asynchronous load of kvledger fills a block, none reports this block as not filled. kvledger's own workers never
+      report blocks of asynchronous loads.
 
     Does not verify: whether a job was settled too early, and whether it completed or failed (RANK_AGREEMENT); jobs that
     are never settled (LIVENESS).
@@ -200,11 +200,11 @@ class DeliveredOnce(Checker):
     Verifies: of everything that the connector hands out:
 
     - A job that is handed out is in flight and was not handed out before. Each reminder that is handed out was decided.
-    - A load that is reported as received or failed was claimed, was asynchronous, and ended as reported.
+    - If a request is reported to vLLM as received or failed, it waited for an asynchronous load with this result.
     - A request is reported as sent only if it ended while a copy read its blocks, and if no copy reads them any more.
-    - A block is reported as not filled only if its load was refused or not handed out.
+    - A block is reported as not filled only if its load was refused (`load.refused`) or not handed out.
     - If the log has `hooks.exchanged`, an end is reported before the second step after the end became due.
-    - No load is refused after it was issued. This is not checked if a hook failed after the load was issued.
+    - kvledger refuses no load that it has issued. This is not checked if a hook failed after the load was issued.
 
     Does not verify: that jobs and reminders are handed out at all (COPY_IN_TIME, LIVENESS); deliveries that became due
     before the audit's start, after kvledger declined to serve the model, or after the ledger became corrupt.

@@ -22,9 +22,9 @@ class KeyIdentity(Checker):
     last blocks have different hashes in vLLM.
 
     Verifies: none of the last 65536 keys of the log identifies two prefixes. The keys of all requests are compared with
-    one another. If a chunk of a request has a key, every chunk before it has a key. A key is vLLM's hash of the chunk's
-    last block, cut to 16 bytes, if chunks are whole blocks and the request has no adapter and no prompt embeddings, and
-    is not a pooling request. In all other cases the key differs from vLLM's hash of that block. The check uses the
+    one another. If a chunk of a request has a key, every chunk before it has a key. If chunks are whole blocks, and the
+    request has no adapter and no prompt embeddings and is not a pooling request, a key is vLLM's hash of the chunk's
+    last block, cut to 16 bytes. In all other cases the key differs from vLLM's hash of that block. The check uses the
     first 4 bytes of vLLM's hash, which kvledger reads separately from the key.
     Does not verify: that a key covers everything besides tokens on which the KV depends, such as salt, adapter, media
     and weights, because the log has only the keys. If a key is not vLLM's hash, for example because a chunk is smaller
@@ -102,7 +102,7 @@ class ResetEpoch(Checker):
 
     Verifies: every chunk of an answer's hit, and the tail at its end, was saved by a save that was both issued and
     completed after the last reset. A request that had computed tokens at the reset saves nothing until it begins anew,
-    for example after a preemption. A session's next turn is no new beginning.
+    for example after a preemption. A session's next turn does not count as a new beginning.
     Does not verify: data that survives a reset and is never offered; the engine's own prefix cache; loads that were in
     flight during the reset.
     """

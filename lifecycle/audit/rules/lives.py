@@ -43,7 +43,7 @@ class LegalTransition(Checker):
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
         for ordinal in self.moment.unknown_rows:
-            self.broken(f"a row of the step names life {ordinal}, which cannot be in a step")
+            self.broken(f"the step names life {ordinal}, which does not exist, or pauses it although it is not steady")
         for life, state, blocks in self.moment.refused_rows:
             if not life.quarantined:
                 self.broken(_detail("tokens.scheduled", state, blocks), request_id=life.request_id)
@@ -152,8 +152,8 @@ def _words(life: tuple[str, int, int]) -> str:
 class FinishIsLast(Checker):
     """FINISH_IS_LAST: no job is issued for a finished request, except the save that the request's end causes.
 
-    Verifies: no load and no tail save is issued for a finished or released request, and no save of chunks except the
-    one that the request's end causes.
+    Verifies: after a request has finished, no load and no tail save is issued for it. The only save of chunks that is
+    issued for it is the one that the request's end causes.
     Does not verify: what the engine does with the request after its end.
     """
 

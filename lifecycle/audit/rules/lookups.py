@@ -17,7 +17,7 @@ class LookupPure(Checker):
 
     - An answer offers max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens) tokens. If the
       request is quarantined or must compute tokens first, or if a load would be slower, no part is usable. With sliding
-      windows an answer may offer fewer tokens. It offers 0 tokens if vLLM's own prefix hit ends inside a block.
+      windows an answer may offer fewer tokens. If vLLM's own prefix hit ends inside a block, the answer is 0 tokens.
     - With one group of layers, an answer is asynchronous if and only if the settings in the log's header demand an
       asynchronous load for the number of offered tokens. With several groups, every answer that offers tokens is
       asynchronous. An answer of 0 tokens is never asynchronous.
@@ -134,9 +134,10 @@ class LongestHit(Checker):
     The recorded hit covers the request's chunks before the first chunk that is not committed, and then the request's
     own saved tail if the tail begins there.
 
-    Verifies: the recorded hit of every answer, of which the answer may offer only a part, and the recorded reason why
-    the hit ends or is not used. For example, the next chunk is missing or being saved, the request is quarantined, the
-    request must compute tokens first because a load failed, or the load would take longer than computing.
+    Verifies: the hit that every answer records, even if the answer offers only a part of it, and the recorded
+    reason why the hit ends or is not used. For example, the next chunk is missing or being saved, the request is
+    quarantined, the request must compute tokens first because a load failed, or the load would take longer than
+    computing.
     Does not verify: hits that a sliding window limits (GROUP_AGREEMENT); a hit of more tokens than are stored
     (LOADABLE_AFTER_COMMIT, RESET_EPOCH); how much of the hit is offered (LOOKUP_PURE, GROUP_AGREEMENT).
     """
@@ -189,11 +190,11 @@ class LongestHit(Checker):
 class DeferBounded(Checker):
     """DEFER_BOUNDED: a lookup is deferred for a job in flight, and only a limited number of times.
 
-    At most `max_deferred_lookups` lookups of a request are deferred in a row. Of several deferrals in a row for the
-    same load, the connector need count only the first, because every load ends.
+    At most `max_deferred_lookups` lookups of a request are deferred in a row. If several deferrals in a row are for the
+    same load, the connector need count only the first of them, because every load ends.
 
-    Verifies: every deferral records the same number of deferrals in a row as the checker counts. Every deferral is for
-    one of these jobs:
+    Verifies: the number of deferrals in a row that each deferral records is right and within the limit. Every deferral
+    is for one of these jobs:
 
     - a save that is in flight
     - if vLLM's prefix cache is on, an asynchronous load in flight for another request, which loads chunks that the

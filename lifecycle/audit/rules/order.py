@@ -24,7 +24,7 @@ _Numbers = dict[int, tuple[int, int]]
 
 
 class CopyInTime(Checker):
-    """COPY_IN_TIME: a copy begins and ends at its place in a step, and a step does not end without its copies.
+    """COPY_IN_TIME: a copy begins and ends at its place in a step, and no step leaves out one of its copies.
 
     A step begins with the saves of blocks that the step may overwrite, and waits for copies that must end first. Then
     the step's loads begin. The step's other saves begin after the forward.

@@ -21,9 +21,9 @@ class SaveInterval(Checker):
     A chunk within the prompt is recorded for saving as soon as all of its tokens are settled. Later chunks are recorded
     as soon as all tokens of a save interval (`save_interval_tokens`, rounded up to whole chunks) are settled.
 
-    Verifies: whether chunks were recorded in time. This is checked at each event with a request's settled tokens:
-    steps, preemptions and ends of requests. A request is checked only if it has decoded for more than eight steps in a
-    row. The tokens of the last eight steps do not count.
+    Verifies: whether chunks were recorded in time. This is checked at each event with a request's settled tokens: at
+    steps, and when a request is preempted or finishes. A request is checked only if it has decoded for more than eight
+    steps in a row. The tokens of the last eight steps do not count.
     Does not verify: requests that decode several tokens per step, are quarantined, or have KV from before a reset;
     chunks whose key was never known; the last chunks of a request that still decodes when the log ends.
     """
@@ -72,7 +72,7 @@ class SaveInterval(Checker):
             threshold = (first_chunk // self._interval_chunks + 1) * self._interval_chunks * chunk_size
         if num_tokens - _NUM_STEPS >= threshold:
             detail = (
-                f"chunk {first_chunk} had to be saved or declined at {threshold} settled tokens, but was not: now "
+                f"chunk {first_chunk} was not saved or declined when {threshold} tokens were settled: now "
                 f"{num_tokens} are settled, and {num_tokens - _NUM_STEPS} were settled {_NUM_STEPS} steps ago"
             )
             self.broken(detail, request_id=life.request_id)

@@ -155,9 +155,10 @@ class StoreContiguous(Checker):
 
     When a chunk of a request is saved, each chunk before it is in the pool, is being saved, or was declined.
 
-    Verifies: the chunks before each saved chunk, over the whole life of a request. A chunk counts as being in the pool
-    if it was in the pool when a step, a preemption or the request's end recorded its tokens as settled, or if it is in
-    the pool when a later chunk is saved. A chunk counts as declined if a reset or a quarantine prevented its save.
+    Verifies: this statement about each saved chunk, over the whole life of a request. A chunk counts as being in
+    the pool if it was in the pool when a step, a preemption or the request's end recorded its tokens as settled, or
+    if it is in the pool when a later chunk is saved. A chunk counts as declined if a reset or a quarantine
+    prevented its save.
     Does not verify: that settled chunks are saved at all, which the state handlers decide; that chunks stay in the pool
     afterwards.
     """

@@ -16,8 +16,8 @@ class LoadableAfterCommit(Checker):
     page of the request's saved tail. A chunk is committed from the completion of its save until it is evicted or
     tainted, or until a reset.
 
-    Verifies: the slot of each page of a load, in the order of the pages. The audit computes from the log which chunks
-    and tails are in the slots. Each page has all tokens that the load needs from it, even if a chunk or tail ends
+    Verifies: the slots of a load hold its pages, in the same order. The audit computes from the log which chunks and
+    tails are in the slots. Each page has all tokens that the load needs from it, even if a chunk or tail ends
     inside a block. A load reads a tail only if the load ends inside the tail or at the tail's end. When such a load is
     issued, the save of the tail has completed and no event has dropped the tail. A load has as many slots as blocks.
     Does not verify: the bytes in a slot; the blocks of a load (LOAD_DST_EXCLUSIVE); pages that a load leaves out

@@ -20,8 +20,8 @@ class TableEq(Checker):
 
     Verifies: if a step has a row for a request, the block table computed for the request covers all of the request's
     tokens up to the last one that the step schedules. No block occurs twice in an allocation, or in the table at the
-    first step after the allocation. The log has no `blocks.observed`, with which the connector records the scheduler's
-    own table if the two tables differ.
+    first step after the allocation. The log has no `blocks.observed`. With this event, the connector records the
+    scheduler's own table if the two tables differ.
     Does not verify: the position of each block, if the connector did not compare the tables; tables of quarantined
     requests.
     """
@@ -116,7 +116,7 @@ class SrcBlockOwned(Checker):
             return
         when = "before the forward" if event.before_forward else "asynchronously" if event.is_async else "with the step"
         has = "still has" if held else "has lost"
-        self.broken(f"save {event.job_id} copies {when} out of blocks that the request {has}", event.cause)
+        self.broken(f"save {event.job_id} copies {when} from blocks that the request {has}", event.cause)
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:

@@ -106,7 +106,7 @@ class AllocMatchesLookup(Checker):
             self.broken(detail, allocation.sequence)
         if answer is not None and event.is_async is not answer.event.is_async:
             how = ("a synchronous load", "an asynchronous load")
-            detail = f"{how[event.is_async]} was issued, but {how[answer.event.is_async]} was answered"
+            detail = f"{how[event.is_async]} was issued, but the answer was for {how[answer.event.is_async]}"
             self.broken(detail, answer.sequence, allocation.sequence)
 
 
@@ -192,10 +192,10 @@ class TokenConservation(Checker):
         if event.num_computed_tokens != counted:
             detail = f"{event.id} has {event.num_computed_tokens} computed tokens, but the steps add up to {counted}"
         elif event.num_tokens != life.num_tokens:
-            detail = f"{event.id} has {event.num_tokens} tokens, but the steps have {life.num_tokens}"
+            detail = f"{event.id} has {event.num_tokens} known tokens, but the steps have {life.num_tokens}"
         elif is_complete is not isinstance(event, e.PrefillCompleted):
             detail = (
-                f"{event.id} was recorded, but {event.num_computed_tokens} of {event.num_tokens} tokens are computed"
+                f"{event.id} is the wrong event: {event.num_computed_tokens} of {event.num_tokens} tokens are computed"
             )
         else:
             return
@@ -207,7 +207,7 @@ class TokenConservation(Checker):
 
     @on(e.LoadErrorsObserved)
     def _load_errors_observed(self, event: e.LoadErrorsObserved) -> None:
-        """Forget requests with unfilled blocks. vLLM rolls back even those waiting for a load (scheduler.py, 0.32)."""
+        """Forget requests with unfilled blocks. vLLM rolls them back, even while they wait for a load (0.32)."""
         unfilled = frozenset(event.block_ids)
         for request_id in tuple(self._admissions):
             if not unfilled.isdisjoint(self.tables.held_by(self.lives.get(request_id))):
@@ -312,7 +312,7 @@ class SettledExact(Checker):
     Verifies: counts in events, against the tokens that steps have scheduled:
 
     - In a step, the number of a request's settled tokens is the number of tokens computed before the step, minus the
-      number of these tokens in flight. In `window.left`, it is the same difference for the last step before the event.
+      number of these tokens in flight. `window.left` has this difference for the last step before the event.
       This is checked if the log has the number of tokens in flight, which the engine counts. Without sliding windows, a
       step counts only settled tokens of chunks with known keys.
     - If `request.preempted` or `request.finished` has the number of tokens in flight, all known tokens that are

@@ -20,7 +20,7 @@ class StreamRefused(StreamError):
 
 
 class NothingToRead(StreamError):
-    """The stream has dropped so many messages of a log that it has no header block of the log's segments any more."""
+    """The stream has dropped the older messages of a log, and has no header block of its segments any more."""
 
 
 class LogForked(StreamError):

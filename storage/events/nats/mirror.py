@@ -144,8 +144,8 @@ def mirror(
 def _of_newest_start(logs: Sequence[LogInStream]) -> Sequence[LogInStream]:
     """Return the logs of the newest engine start. `logs` are in the order in which they were begun.
 
-    These are the newest log of a scheduler, the logs of the same engine's workers, and all logs that were begun after
-    that scheduler's log. Another engine's log among them is from a start that failed before its scheduler began a log.
+    These are the newest log of a scheduler, the other logs of the same engine, and all logs that were begun later. A
+    later log of another engine is from a start that failed before its scheduler began a log.
     """
     headers = [{} if log.header is None else log.header.header for log in logs]
     last = max((at for at, header in enumerate(headers) if header.get("worker_rank") is None), default=0)

@@ -126,7 +126,7 @@ async def publish(
 def _messages(
     connection: Connection, records: Sequence[Record], last_subject_sequence: int
 ) -> tuple[list[tuple[dict[str, str], bytes]], StreamRefused | None]:
-    """Return (headers, data) of each message. If a message is too large, stop there and add an error, else None."""
+    """Return (headers, data) of the messages before the first that is too large, and the error for it or None."""
     messages: list[tuple[dict[str, str], bytes]] = []
     expected = {EXPECTED_SUBJECT_SEQUENCE: str(last_subject_sequence)}
     limit = connection.client.max_payload

@@ -157,7 +157,7 @@ class Shipment:
                 self._stop("damaged", f"{text}; shipped up to event {self._tail.next_sequence - 1}")
 
     async def _find_place(self) -> None:
-        """Find the log's last message in the stream, even if the log's subject there has another label."""
+        """Find the log's last message in the stream, even if its subject has another label than this shipper's."""
         tail, progress = self._tail, self.progress
         progress.log_id = tail.log_id
         known = list(await subjects_of_log(self.connection, tail.log_id))

@@ -1,4 +1,4 @@
-"""Read the records of a log on disk from any place on, even while the log is written. Takes no lock, writes nothing.
+"""Read a log's records from disk, after any given record, even while the log grows. Takes no lock, writes nothing.
 
 `LogTail` returns only complete records that continue the record before. It checks their CRC, sequence number and
 chain hash. It finds damage with `LogReader`, like ``kvledger verify``. This module must not know the network.
@@ -145,7 +145,7 @@ class LogTail:
             return end >= data.num_bytes  # Otherwise bytes follow that are not a frame, or not a complete one yet.
 
     def _successor(self) -> Path | None:
-        """Return the segment to read after that of `last`, or None.
+        """Return the segment to read after the segment of `last`; None: there is none.
 
         In an intact log, this segment begins with `next_sequence`.
         """
