@@ -425,11 +425,12 @@ def mutants_page() -> list[str]:
         of a session, and allocations that claim less than was offered. Then the audit of `kvledger verify` reads the
         log. The bug is switched on in the audit, too, because in production one version writes and verifies a log.
 
-        Each seed leads to one log. A *difference* is a change that the bug makes, in the log or only in the connector's
-        state. A bug counts as *found* in a log if the rule in the first column was broken first, and the same event
-        broke no other rule. "9 of 10" in the column *found* means: in 10 logs the bug made a difference, and in 9 of
-        these it was found. Each remaining log ended before any rule was broken, or the bug broke another rule first or
-        with the same event. *Events* counts the events from the first difference to the violation, both included.
+        Each seed leads to one log. A *difference* is a change that the bug makes, in the log or only in the
+        connector's state. A bug counts as *found* in a log if the rule in the first column was broken first,
+        and the same event broke no other rule. "9 of 10" in the column *found in logs* means: in 10 logs the
+        bug made a difference, and in 9 of these it was found. Each remaining log ended before any rule was
+        broken, or the bug broke another rule first or with the same event. *Events* counts the events from the
+        first difference to the violation, both included.
 
             make mutants SEEDS=100                        every mutant, on 100 seeds each
             make mutants RULE=HIT_PINNED SEED=3           one log, with marks where the bug acted and where it was found
@@ -441,7 +442,7 @@ def mutants_page() -> list[str]:
     )
     order = list(CORE.rules)
     lines += rows(
-        ["rule", "bug", "incidents", "driven by", "events, median", "events, most", "found", "seeds"],
+        ["rule", "bug", "incidents", "driven by", "events, median", "events, most", "found in logs", "seeds run"],
         [
             [
                 f"`{entry['rule']}`",

@@ -79,7 +79,7 @@ class Room:
         yield from self._copies.prefixes()
 
     def relied_on(self) -> frozenset[bytes]:
-        """Return the keys of all chunks of the held prefixes."""
+        """Return the keys of all chunks that no save may evict, because of a pending answer or a copy in flight."""
         return frozenset().union(*(prefix.key_set for prefix in self.held()))
 
     def own_beginning(self, ordinal: int) -> Prefix:

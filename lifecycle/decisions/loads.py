@@ -81,7 +81,10 @@ def _slots_of(pages: range, end_token: int, request: RequestRecord, projections:
 def _slots_of_chunks(
     pages: range, end_token: int, request: RequestRecord, projections: Projections
 ) -> tuple[int, ...] | None:
-    """Return the slot of each page among the chunks of the first `end_token` tokens; None if a page is not stored."""
+    """Return the slots of these pages, which are in chunks of the request's first `end_token` tokens.
+
+    Return None if one of the pages is not stored.
+    """
     geometry, pool = projections.geometry, projections.pool
     num_chunks = geometry.num_chunks_touched(end_token)
     slots = pool.slots_of(request.keys[:num_chunks]) if num_chunks <= len(request.keys) else None

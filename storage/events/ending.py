@@ -155,7 +155,7 @@ def judge_ending(
     if next_sequence == recorded.next_sequence and head_hash is not None and head_hash.hex() != recorded.head_hash:
         contradiction = (
             f"{END_RECORD_NAME} has another chain hash after event {next_sequence - 1} than the log: "
-            f"{recorded.head_hash}"
+            f"{recorded.head_hash} instead of {head_hash.hex()}"
         )
     elif recorded.expected_sequence is not None and recorded.expected_sequence < next_sequence:
         counted = recorded.expected_sequence - 1

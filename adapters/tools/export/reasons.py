@@ -50,7 +50,7 @@ class Reasons(Accounts):
                 self._explained(history)
 
     def sums(self) -> Sums:
-        """Return the token counts of the selected part."""
+        """Return the token counts of the selection: of its events and its request, or of the whole log."""
         sums = super().sums()
         return sums if self._before is None else sums.since(self._before)
 

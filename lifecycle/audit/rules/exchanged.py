@@ -20,8 +20,8 @@ _WORDS = {
     "num_reports": "reports of workers",
     "num_load_errors": "blocks that were not filled",
     "num_received": "ends of loads for vLLM",
-    "num_finished": "ends of requests",
-    "num_held": "ends of requests whose blocks are kept",
+    "num_finished": "requests that finished",
+    "num_held": "finished requests whose blocks vLLM keeps for copies",
     "num_resets": "resets",
 }
 
@@ -36,7 +36,7 @@ class ToldAsDecided(Checker):
     - `hooks.exchanged` lists no difference. An answer of 0 tokens instead of the decided answer is allowed if the
       decision was withheld or the request is quarantined.
     - `hooks.exchanged` and the log's other events agree in the numbers of arrivals, answers, tokens in answers,
-      asynchronous answers, deferrals, allocations, ends of requests, ended requests whose blocks are held, entries in
+      asynchronous answers, deferrals, allocations, finished requests, those of them whose blocks vLLM keeps, entries in
       the metadata of steps, reports, blocks that were not filled, ends of loads, and resets.
     - Each rank gave vLLM the ends that the rank was asked to give. If there is no other connector, each end reached
       vLLM within 64 steps.

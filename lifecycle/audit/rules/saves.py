@@ -75,7 +75,7 @@ class CursorLeFrontier(Checker):
         model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._cursors)
 
     def begin(self) -> None:
-        """Mark each cursor as unknown until a step records it."""
+        """Mark the save cursor of each life as unknown. The next step that records settled chunks sets it."""
         self._cursors.update((life.request_id, (NEVER, 0)) for life in self.lives)
 
     @on(e.StepScheduled)
