@@ -392,7 +392,7 @@ ADDS: Mapping[type[e.Event], Add] = {
 
 
 class Totals:
-    """Counts each event before `projections` fold it, and reads the request and the copy as before the event.
+    """Counts each event before `projections` fold it, so the request and the copy still have their earlier state.
 
     Refused observations are not counted. Events that change no figure are ignored.
 

@@ -51,12 +51,16 @@ def _origin(cases: Sequence[Result]) -> list[str]:
 def grid(figures: Sequence[Figure]) -> tuple[list[str], list[list[str]]]:
     """The head and the rows of a table: a row for each contender, a column for each thing measured.
 
-    A cell has the ratio where there is one; what a quantity is in itself says the anchor's row.
+    A cell has the ratio where there is one; what a quantity is in itself says the anchor's row. The head of a column
+    with ratios names the anchor.
     """
     columns = list(dict.fromkeys(figure.what for figure in figures))
+    anchors = {figure.what: f" (× {figure.anchor})" for figure in figures if figure.ratio}
     cells = {(figure.contender, figure.what): _cell(figure) for figure in figures}
     contenders = dict.fromkeys(figure.contender for figure in figures)
-    return ["", *columns], [[name, *(cells.get((name, what), "") for what in columns)] for name in contenders]
+    return ["", *(what + anchors.get(what, "") for what in columns)], [
+        [name, *(cells.get((name, what), "") for what in columns)] for name in contenders
+    ]
 
 
 def _tables(cases: Sequence[Result]) -> list[str]:

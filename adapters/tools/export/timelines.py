@@ -23,7 +23,7 @@ class RequestTimeline:
 
     groups: Sequence[Group]
     num_left_out: int
-    """Number of groups that were left out in the middle."""
+    """Number of entries of `groups` that are not shown, from the middle of the timeline."""
 
 
 def read_timelines(
