@@ -52,15 +52,21 @@ def grid(figures: Sequence[Figure]) -> tuple[list[str], list[list[str]]]:
     """The head and the rows of a table: a row for each contender, a column for each thing measured.
 
     A cell has the ratio where there is one; what a quantity is in itself says the anchor's row. The head of a column
-    with ratios names the anchor.
+    names the anchor if all ratios of the column have the same one.
     """
     columns = list(dict.fromkeys(figure.what for figure in figures))
-    anchors = {figure.what: f" (× {figure.anchor})" for figure in figures if figure.ratio}
+    heads = [
+        _head(what, {figure.anchor for figure in figures if figure.what == what and figure.ratio}) for what in columns
+    ]
     cells = {(figure.contender, figure.what): _cell(figure) for figure in figures}
     contenders = dict.fromkeys(figure.contender for figure in figures)
-    return ["", *(what + anchors.get(what, "") for what in columns)], [
-        [name, *(cells.get((name, what), "") for what in columns)] for name in contenders
-    ]
+    return ["", *heads], [[name, *(cells.get((name, what), "") for what in columns)] for name in contenders]
+
+
+def _head(what: str, anchors: Collection[str]) -> str:
+    """The head of a column. Some names contain the anchor already."""
+    anchor = next(iter(anchors), "")
+    return f"{what} (× {anchor})" if len(anchors) == 1 and anchor not in what else what
 
 
 def _tables(cases: Sequence[Result]) -> list[str]:
