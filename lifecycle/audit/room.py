@@ -130,7 +130,7 @@ class Room:
             self._last_use[key] = uses[number]
             uses[number].num_last += 1
         if not all(uses[number].num_last for number in (*stored.order, *stored.use_of.values())):
-            raise ValueError("a stored use is not the last use of any chunk")
+            raise ValueError("the state lists a use of chunks, but none of them was last used then")
         self._order = OrderedDict.fromkeys(uses[number] for number in stored.order)
         self._use_of = {ordinal: uses[number] for ordinal, number in stored.use_of.items()}
 

@@ -77,9 +77,10 @@ def write_retirement(directory: Path, retirement: Retirement) -> None:
 
     A record that has hard links, for example after `cp -al`, is first replaced by a new file with the same entries.
 
+    The record contains reserved lines. If the disk is full, the entry overwrites one of them.
+
     Raises:
-        OSError: the entry could not be written. If the error is a full disk, no reserved line could be overwritten
-            either.
+        OSError: the entry could not be written, on a full disk also not over a reserved line.
     """
     line = msgspec.json.encode(retirement)
     try:

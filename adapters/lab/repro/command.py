@@ -453,8 +453,9 @@ def _remarks(log: StoredLog, about: Description, recording: Recording, reduced: 
     incident, code = about.incident, about.wrapped or "the core"
     if reduced.recurs is False and incident is not None:
         yield (
-            f"In a rerun with the installed code, {code} does not fail: the bug is fixed, or its cause is not in the "
-            "log. Therefore no request was left out of this test."
+            f"If the log is rerun, {code}, as installed here, does not fail: the bug is fixed, or its cause is not in "
+            "the log. kvledger could therefore not find out which requests the failure needs, so the test has all of "
+            "them."
             if recording.wrapped is not None
             else "With this kvledger the core alone does not break the rule: the bug is fixed, or the bug is in the "
             "adapter, which translates hook calls. Therefore no request was left out of this test."

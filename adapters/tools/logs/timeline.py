@@ -81,7 +81,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     groups: dict[str, list[Group]]
     """Request id → its groups so far."""
     lost: Group | None = None
-    """The group about the last gap; None: no gap yet."""
+    """The group of events that shows the last gap; None: no gap yet."""
 
 
 @attrs.frozen

@@ -61,7 +61,8 @@ class Admission:
     mark: int
     """Number of tokens that had been computed before a preemption."""
     spans: tuple[Span, ...] = ()
-    """Tokens left to compute. If a load fails or tokens are rolled back later, these tokens are added."""
+    """Tokens that the request must compute after this admission. Tokens whose load fails later, and tokens that are
+    rolled back later, are added to these spans."""
     missed: tuple[Span, ...] = ()
     """Tokens that were left to compute when the request got blocks."""
     not_loaded: tuple[Span, ...] = ()

@@ -43,7 +43,8 @@ class ToldAsDecided(Checker):
     - Each rank reported each unfilled block once: the blocks of its loads that failed within a step, and the blocks
       that no copy fills.
 
-    Before each step, and before the note that the connector shut down, a `hooks.exchanged` counts all earlier events.
+    Before each step, and before the event that records the shutdown, the log has a `hooks.exchanged` that counts all
+    events before it.
 
     Does not verify: connectors that never record `hooks.exchanged`; anything before the first `hooks.exchanged` that is
     audited; the time between two `hooks.exchanged` if a hook failed in that time; anything after kvledger declined to
