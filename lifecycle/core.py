@@ -371,16 +371,19 @@ class Core:
     def other_code(self, header: Mapping[str, Any]) -> str:
         """Return, as text, the modules whose code differs between this core and the log with this header.
 
-        For kvledger itself, the text has both versions. The text is empty if no code differs. A difference is no fault
-        of the log: a replay with other code shows what a fix changes. `verify` reports absent extensions and handlers
-        with other names separately.
+        For kvledger itself, the text has both versions, or says that the version is the same. The text is empty if no
+        code differs. A difference is no fault of the log: a replay with other code shows what a fix changes. `verify`
+        reports absent extensions and handlers with other names separately.
         """
         found, ours = header.get("code"), self.code
         theirs = found if isinstance(found, dict) else {}
         are_same_parts = not self.absent and header.get("handler_fingerprint") == self.handler_fingerprint()
         names = ours.keys() | theirs.keys() if are_same_parts else {PACKAGE} | (ours.keys() & theirs.keys())
         others = sorted(name for name in names if theirs.get(name) != ours.get(name) or ours.get(name) == UNKNOWN)
-        versions = f"kvledger {header.get('kvledger_version', UNKNOWN)} -> {__version__}"
+        wrote = header.get("kvledger_version", UNKNOWN)
+        versions = (
+            f"another build of kvledger {wrote}" if wrote == __version__ else f"kvledger {wrote} -> {__version__}"
+        )
         return ", ".join(versions if name == PACKAGE else name for name in others)
 
     def fingerprint(self) -> str:

@@ -42,7 +42,8 @@ def unknown(key: str, value: object, name: str, known: Iterable[str], what: str 
     The value of an unknown key is shown only if the key looks misspelt. Otherwise the value may be another program's
     password.
     """
-    nearest = difflib.get_close_matches(name, list(known), n=1)
+    # "KVLedger" alone is as near to the recorder as to the connector.
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6 if what == "key" else 0.7)
     is_misspelt = difflib.get_close_matches(name, list(known), n=1, cutoff=_MISSPELT)
     if what == "key" and not is_misspelt and not isinstance(value, bool):
         value = Hidden.of(value)

@@ -121,7 +121,7 @@ def test_two_readings_at_once_do_not_disturb_each_other(log: Path) -> None:
     [
         (lambda _: None, kvledger.LogNotFound, "does not exist", "give a log directory or a *.kvlog file"),
         (lambda path: path.mkdir(), kvledger.LogNotFound, "contains no log", "give the log_dir or a log"),
-        (lambda path: path.write_text("hello"), kvledger.LogUnreadable, "too few for a segment header", "Give another log"),
+        (lambda path: path.write_text("hello"), kvledger.LogUnreadable, "too few for a segment header", "another log"),
         (lambda path: path.symlink_to("gone"), kvledger.LogUnreadable, "cannot be read", "fix or remove the link"),
     ],
     ids=["missing", "empty", "no log", "dead link"],

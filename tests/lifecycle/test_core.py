@@ -382,6 +382,8 @@ def test_a_mended_release_is_other_code_and_so_is_what_nobody_can_read() -> None
     older = header | {"code": {"kvledger.lifecycle": "0" * 32}, "kvledger_version": "0.0.9"}
     assert CORE.other_code(older).startswith("kvledger 0.0.9 -> ")
     assert CORE.other_code({}).startswith("kvledger unknown -> ")
+    rebuilt = header | {"code": {"kvledger.lifecycle": "0" * 32}}
+    assert CORE.other_code(rebuilt).startswith("another build of kvledger ")
     elsewhere = type("Shy", (Running,), {"__module__": "elsewhere"})()
     assert CORE.replacing(elsewhere).other_code(vocabulary_header(CORE.replacing(elsewhere))) == "elsewhere"
     shy = CORE.replacing(Shy())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from collections import Counter
@@ -188,6 +189,7 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], server: Server, ou
         output_of.keys(algorithm, why_guessable(algorithm))
         if full_disk:
             output_of.note(full_disk)
+        _note_plugin(transfer, output_of)
         for each in ours:
             _check(each, whole, server, output)
         return
@@ -202,6 +204,7 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], server: Server, ou
     output_of.keys(algorithm, why_guessable(algorithm))
     if full_disk:
         output_of.note(full_disk)
+    _note_plugin(transfer, output_of)
     if server.model is None:
         output_of.note(
             "the size of a block and the numbers of slots and tokens in the pool depend on the model; give --model DIR "
@@ -215,6 +218,17 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], server: Server, ou
             f"these figures are for the size of blocks that vLLM chooses on this machine ({platform()}); if the server "
             "has another device, run this command on the server's machine"
         )
+
+
+def _note_plugin(transfer: KVTransferConfig, output_of: _Shown) -> None:
+    """Say if vLLM, started in this environment, would not find the connector."""
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is None or "kvledger" in plugins.split(",") or transfer.kv_connector_module_path:
+        return
+    output_of.note(
+        "here VLLM_PLUGINS does not name kvledger, so vLLM would not find the connector; add kvledger to VLLM_PLUGINS, "
+        f'or set "kv_connector_module_path": "{CONNECTORS[str(transfer.kv_connector)]}"'
+    )
 
 
 def _planned(model: Path, settings: ConnectorSettings, transfer: dict[str, Any], server: Server) -> Plan:

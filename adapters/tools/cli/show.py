@@ -58,6 +58,7 @@ _SORTS: Mapping[str, Callable[[RequestSummary], int] | None] = {
     "arrived": None,
     "took": lambda summary: summary.spent.total_ns,
     "queued": lambda summary: summary.spent.queued_ns,
+    "preempted": lambda summary: summary.num_preemptions,
 }
 _STATUS = "FINISHED_"
 """Prefix of vLLM's names for final statuses."""
@@ -108,10 +109,10 @@ def run(
     ] = None,
     limit: Annotated[int, value(count, "N", help="list only the last N requests; 0: list all")] = _MAX_LISTED,
     sort: Annotated[
-        Literal["arrived", "took", "queued"],
+        Literal["arrived", "took", "queued", "preempted"],
         Parameter(
-            help="sort the list of requests by arrival, by total time (took) or by time in the queue (queued); the "
-            "newest or longest is last"
+            help="sort the list of requests by arrival, by total time (took), by time in the queue (queued) or by the "
+            "number of preemptions (preempted); the newest, longest or most preempted request is last"
         ),
     ] = "arrived",
     failed: Annotated[

@@ -64,11 +64,14 @@ def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) ->
         where = ", ".join(str(log.path) for log, _ in found[-_MAX_CANDIDATES:])
         raise RequestAmbiguous(f"{names[0]} is in {len(found)} logs; name one of them: {where}")
     if names:
-        raise RequestAmbiguous(f"{wanted!r} is in the ids of several requests, the shortest first: {_first_of(names)}")
+        raise RequestAmbiguous(
+            f"{wanted!r} is in the ids of several requests, the shortest first: {_first_of(names)}; give more of the id"
+        )
     last = list(dict.fromkeys(name for _, name in reversed(have)))
     nearest = _nearest(wanted, last)
     offered = f"did you mean: {_first_of(nearest)}" if nearest else f"the last requests: {_first_of(last) or 'none'}"
-    raise RequestUnknown(f"no request has {wanted!r} in its id; {offered}")
+    remedy = "`kvledger show LOG --limit 0` lists all requests"
+    raise RequestUnknown(f"no request has {wanted!r} in its id; {offered}; {remedy}")
 
 
 def request_ids(log: StoredLog, given: str, output: Progress) -> dict[str, None]:

@@ -452,3 +452,36 @@ def test_the_keys_of_a_recorder_with_a_weak_hash_are_no_secret(check: Any, monke
     )
     assert exit_code == 0
     assert records["keys"]["guessable"].startswith("xxhash_cbor is not a cryptographic hash")
+
+
+@pytest.mark.parametrize(
+    ("plugins", "module", "is_noted"),
+    [
+        ("other", None, True),
+        ("", None, True),
+        ("other,kvledger", None, False),
+        (None, None, False),
+        ("other", "kvledger.adapters.vllm", False),
+    ],
+)
+def test_a_list_of_plugins_without_kvledger_is_noted(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    plugins: str | None,
+    module: str | None,
+    is_noted: bool,
+) -> None:
+    """Found in a trial: `check` approved a configuration with which vLLM did not find the connector."""
+    if plugins is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    given = transfer() | ({} if module is None else {"kv_connector_module_path": module})
+    assert main(["check", json.dumps(given)]) == 0
+    assert ("VLLM_PLUGINS does not name kvledger" in capsys.readouterr().out) is is_noted
+
+
+def test_a_name_as_near_to_the_recorder_as_to_the_connector_gets_the_list_of_names(check: Any) -> None:
+    """Found in a trial: "KVLedger" was answered with the recorder."""
+    _, records = check(transfer("KVLedger"))
+    assert records["refused"]["remedy"].startswith("use one of KVLedgerConnector, ")

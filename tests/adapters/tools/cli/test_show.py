@@ -133,6 +133,12 @@ def test_a_part_filled_last_chunk_is_shown_when_it_is_saved_and_when_it_is_loade
     assert run("verify", log).exit_code == 0
 
 
+def test_the_most_preempted_request_is_last_in_the_list(run: Any, log: Path) -> None:
+    """Found in a trial: nothing led from "26 preemptions" to the requests that were preempted."""
+    listed = run("show", log, "--sort", "preempted", "--json").objects("request")
+    assert [(request["request_id"], request["num_preemptions"]) for request in listed] == [("chat-9", 0), (REQUEST, 1)]
+
+
 def test_a_unique_beginning_of_an_id_is_enough(run: Any, log: Path) -> None:
     """VLLM adds random endings to ids."""
     assert run("show", log, "chat-1").out == run("show", log, REQUEST).out
@@ -145,7 +151,7 @@ def test_an_ambiguous_or_unknown_id_gives_64_and_lists_candidates(run: Any, log:
     assert "'chat' is in the ids of several requests, the shortest first: chat-9, chat-17-b6" in ambiguous.err
     unknown = run("show", log, "video")
     assert unknown.exit_code == 64
-    assert "no request has 'video' in its id; the last requests: chat-9, chat-17-b6" in unknown.err
+    assert "no request has 'video' in its id; the last requests: chat-9, chat-17-b6; `kvledger show LOG" in unknown.err
     assert "no request has 'chat-8' in its id; did you mean: chat-9, chat-17-b6" in run("show", log, "chat-8").err
 
 
