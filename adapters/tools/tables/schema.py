@@ -357,9 +357,9 @@ _REASONS = Table(
         ),
         _text(
             "kind",
-            "kind of the counted tokens: `missed` (left to compute when the request got blocks, for any reason, also one "
-            "*by design*), `recomputed` (computed before a preemption and again after it) or `computed_twice` (computed "
-            "again after a rollback)",
+            "kind of the counted tokens: `missed` (left to compute when the request got blocks, for any reason, also "
+            "one *by design*), `recomputed` (computed before a preemption and again after it) or `computed_twice` "
+            "(computed again after a rollback)",
         ),
         _text("reason", "the reason why vLLM had to compute the tokens"),
         _int("num_tokens", "number of tokens that have this kind and reason"),
